@@ -1,0 +1,220 @@
+"""The answer: one point of a template's space, and what follows from it by arithmetic.
+
+The templates repeat these sums as `static_assert`s, so Python and CUDA cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fagen.errors import ArgumentError
+from fagen.problem import Problem
+
+ELEMENT_BYTES = 2
+BARRIER_BYTES = 8
+WARP = 32
+WARPGROUP = 128
+MAX_REGISTERS = 255  # per thread, a limit of the instruction set
+SMEM_ALIGNMENT = 1024  # what the 128-byte swizzle needs of a tile's base
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+class _Config(BaseModel):
+    """What both templates share.
+
+    Attributes:
+        template: the file under templates/ that is rendered, without its suffix.
+        block_m: rows of Q (and O) per thread block.
+        block_n: keys per step of the main loop.
+        block_k: the slice of the head dim that one barrier of a Q or K load carries, in
+            elements; the first product starts when the first slice is there. The head dim is
+            padded (in shared memory only) to a multiple of it.
+        stages: depth of the K ring and of the V ring.
+        min_blocks_per_sm: thread blocks that must fit one SM; caps the registers of a thread.
+        lazy_rescale: rescale O only when a row maximum grew by more than a factor of 2**8
+            (FlashAttention-4), instead of in every step.
+        exp2_fma_every: of so many groups of four exponentials, one is computed by a polynomial
+            on the FMA pipe instead of the special-function unit; 0 for none.
+        head_grouping: run the tiles of as many heads side by side as have K and V that fit L2
+            together, instead of head after head.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Raised when an axis changes its meaning: older stored records then no longer apply.
+    axes_version: ClassVar[int] = 1
+
+    template: str
+    block_m: int = Field(ge=16, le=256, multiple_of=16)
+    block_n: int = Field(ge=16, le=256, multiple_of=16)
+    block_k: int = Field(ge=16, le=256, multiple_of=16)
+    stages: int = Field(ge=1, le=8)
+    min_blocks_per_sm: int = Field(default=1, ge=1, le=16)
+    lazy_rescale: bool = False
+    exp2_fma_every: int = Field(default=0, ge=0, le=16)
+    head_grouping: bool = True
+
+    @classmethod
+    def axis_names(cls) -> tuple[str, ...]:
+        """The fields that a search may vary, in declaration order."""
+        return tuple(name for name in cls.model_fields if name != "template")
+
+    def axes(self) -> dict[str, Any]:
+        """This config's value of each axis."""
+        return {name: getattr(self, name) for name in self.axis_names()}
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m}x{self.block_n}x{self.block_k}"]
+        for name, value in self.axes().items():
+            if name in ("block_m", "block_n", "block_k"):
+                continue
+            if isinstance(value, bool):
+                words += [name] if value else []
+            else:
+                words.append(f"{name}={value}")
+        return f"{self.template} {' '.join(words)}"
+
+
+class Sm80Forward(_Config):
+    """A config of templates/forward_sm80.cu.j2: mma.sync, ldmatrix, cp.async.
+
+    Attributes:
+        warps: warps per thread block; the rows of the block are split among them.
+        q_in_registers: keep Q's fragments in registers for the whole loop (its shared memory is
+            then reused by the K and V rings) instead of loading them again in each step.
+    """
+
+    template: Literal["forward_sm80"] = "forward_sm80"
+    warps: int = Field(default=4, ge=1, le=16)
+    q_in_registers: bool = False
+
+
+class Sm90Forward(_Config):
+    """A config of templates/forward_sm90.cu.j2: TMA, wgmma, warp specialisation.
+
+    Attributes:
+        producer_registers: 0 for a producer of one warp and no register shift; otherwise the
+            producer is a warpgroup that keeps so many registers per thread (setmaxnreg) and
+            leaves the rest to the consumers.
+        ping_pong: consumer warpgroups take turns, one's softmax under another's products
+            (FlashAttention-3, section 3.1).
+        overlap: within a warpgroup, the softmax of one block runs under the products of the
+            next (FlashAttention-3, section 3.2).
+        persistent: as many thread blocks as fit the GPU, each looping over tiles.
+        p_in_smem: P goes through shared memory to the second product, not through registers.
+    """
+
+    template: Literal["forward_sm90"] = "forward_sm90"
+    producer_registers: int = Field(default=24, ge=0, le=232, multiple_of=8)
+    ping_pong: bool = True
+    overlap: bool = True
+    persistent: bool = False
+    p_in_smem: bool = False
+
+
+Config = Annotated[Sm80Forward | Sm90Forward, Field(discriminator="template")]
+TEMPLATES: dict[str, type[Sm80Forward] | type[Sm90Forward]] = {
+    "forward_sm80": Sm80Forward,
+    "forward_sm90": Sm90Forward,
+}
+_ADAPTER: TypeAdapter[Sm80Forward | Sm90Forward] = TypeAdapter(Config)
+
+
+def parse_config(fields: dict[str, Any]) -> Sm80Forward | Sm90Forward:
+    """The config with these fields, `template` among them.
+
+    Raises:
+        ArgumentError: in one line, for an unknown field or a value out of range.
+    """
+    try:
+        return _ADAPTER.validate_python(fields)
+    except ValidationError as error:
+        raise ArgumentError(f"bad config: {one_line(error)}") from None
+
+
+def one_line(error: ValidationError) -> str:
+    """What pydantic says, as one line with the fields' names."""
+    parts = []
+    for detail in error.errors():
+        where = ".".join(str(part) for part in detail["loc"] if part not in TEMPLATES)
+        got = "" if isinstance(detail["input"], dict) else f" (got {detail['input']!r})"
+        message = detail["msg"].removeprefix("Value error, ")
+        parts.append(f"{where}: {message}{got}" if where else f"{message}{got}")
+    return "; ".join(parts)
+
+
+# ---- derived sizes: the single place where they are computed ----
+
+
+def head_dim_padded(config: _Config, problem: Problem) -> int:
+    """Columns of a Q, K or V row in shared memory."""
+    return round_up(problem.head_dim, config.block_k)
+
+
+def chunk(config: _Config) -> int:
+    """Columns that lie side by side in shared memory: one swizzle span, 32 to 128 bytes."""
+    return next(columns for columns in (64, 32, 16) if config.block_k % columns == 0)
+
+
+def consumer_warpgroups(config: Sm90Forward) -> int:
+    """Warpgroups that compute: one for each 64 rows, wgmma's M."""
+    return config.block_m // 64
+
+
+def threads(config: Sm80Forward | Sm90Forward) -> int:
+    """Threads per block."""
+    if config.template == "forward_sm80":
+        return config.warps * WARP
+    producer = WARPGROUP if config.producer_registers else WARP
+    return consumer_warpgroups(config) * WARPGROUP + producer
+
+
+def register_cap(config: Sm80Forward | Sm90Forward, registers_per_sm: int = 65536) -> int:
+    """Registers per thread at entry, as `__launch_bounds__` makes the compiler allot them."""
+    per_warp = registers_per_sm // (
+        config.min_blocks_per_sm * round_up(threads(config), WARPGROUP) // WARP
+    )
+    return min(per_warp // WARP // 8 * 8, MAX_REGISTERS)
+
+
+def consumer_registers(config: Sm90Forward, registers_per_sm: int = 65536) -> int:
+    """Registers of a consumer thread: the block's pool less the producer's, by setmaxnreg's rule
+    that all warpgroups together hold no more than they did at entry.
+    """
+    cap = register_cap(config, registers_per_sm)
+    if config.producer_registers == 0:
+        return cap
+    warpgroups = consumer_warpgroups(config)
+    pool = cap * (warpgroups + 1) - config.producer_registers
+    return min(pool // warpgroups // 8 * 8, 240)
+
+
+def smem_bytes(config: Sm80Forward | Sm90Forward, problem: Problem) -> int:
+    """Dynamic shared memory of a block, in bytes: `sizeof(SharedStorage)` of the template."""
+    row = head_dim_padded(config, problem) * ELEMENT_BYTES
+    q = config.block_m * row
+    ring = 2 * config.stages * config.block_n * row
+    if config.template == "forward_sm80":
+        # Q's fragments are in registers before the rings fill: they may share their place.
+        return max(q, ring) if config.q_in_registers else q + ring
+    p = config.block_m * round_up(config.block_n, 64) * ELEMENT_BYTES if config.p_in_smem else 0
+    slices = head_dim_padded(config, problem) // config.block_k
+    # Q: full per slice, empty. Each stage: K full per slice, K empty, V full, V empty.
+    barriers = (slices + 1) + config.stages * (slices + 3)
+    return round_up(q + ring + p + barriers * BARRIER_BYTES, SMEM_ALIGNMENT)
+
+
+def accumulator_registers(config: Sm80Forward | Sm90Forward, problem: Problem) -> int:
+    """Registers that O, S and P (and Q where it is kept) take in a computing thread."""
+    if config.template == "forward_sm80":
+        row_tiles = max(config.block_m // (16 * config.warps), 1)
+        q = head_dim_padded(config, problem) // 4 if config.q_in_registers else 0
+        return row_tiles * (problem.head_dim // 2 + config.block_n // 2 + q)
+    both = config.overlap and not config.p_in_smem  # S of one block beside P of the last
+    return problem.head_dim // 2 + config.block_n // 2 + (config.block_n // 4 if both else 0)

@@ -1,0 +1,156 @@
+"""The question: which attention, on which shapes.
+
+`Problem` is static: it decides the text of a kernel. `Shape` is what a call adds at run time.
+`Shape.bucket()` is the one place where shapes are rounded, for tuning and dispatch alike.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Dtype = Literal["fp16", "bf16"]
+DTYPES: tuple[Dtype, ...] = ("fp16", "bf16")
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+WIDE_ALIGNMENT = 16  # bytes: what TMA and 16-byte cp.async need of bases and strides
+
+
+class Problem(BaseModel):
+    """The static question that one kernel text answers.
+
+    Attributes:
+        op: the operation; only the forward pass exists so far.
+        dtype: element type of Q, K, V and O; sums are always float32.
+        head_dim: elements per head, a multiple of 8 from 8 to 256.
+        causal: whether query i sees only keys up to i + seqlen_k - seqlen_q (bottom-right).
+        alignment: bytes that every base address and stride is a multiple of: 16 for wide loads
+            (TMA, 16-byte cp.async), 2 for anything else.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    op: Literal["forward"] = "forward"
+    dtype: Dtype
+    head_dim: Annotated[int, Field(ge=HEAD_DIM_MULTIPLE, le=MAX_HEAD_DIM, multiple_of=8)]
+    causal: bool = False
+    alignment: Literal[2, 16] = 16
+
+    @property
+    def mask(self) -> str:
+        """"causal" or "full", for names and tables."""
+        return "causal" if self.causal else "full"
+
+    @property
+    def name(self) -> str:
+        """An identifier for files and kernels, such as "forward_bf16_d128_causal"."""
+        narrow = "" if self.alignment == WIDE_ALIGNMENT else "_narrow"
+        return f"{self.op}_{self.dtype}_d{self.head_dim}_{self.mask}{narrow}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Bucket(BaseModel):
+    """A class of shapes that share one tuned config.
+
+    Attributes:
+        group: query heads per key/value head.
+        seqlen_q, seqlen_k, batch_heads: powers of two, the nearest in the logarithm to the
+            sequence lengths and to batch * heads_kv (0 stays 0).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: int = Field(ge=1)
+    seqlen_q: int = Field(ge=0)
+    seqlen_k: int = Field(ge=0)
+    batch_heads: int = Field(ge=0)
+
+    def distance(self, other: Bucket) -> float:
+        """How unlike two buckets are: summed log2 ratios, sequence lengths weighing most."""
+
+        def log_ratio(a: int, b: int) -> float:
+            return abs(max(a, 1).bit_length() - max(b, 1).bit_length())
+
+        return (
+            2.0 * log_ratio(self.seqlen_q, other.seqlen_q)
+            + 2.0 * log_ratio(self.seqlen_k, other.seqlen_k)
+            + log_ratio(self.batch_heads, other.batch_heads)
+            + 0.5 * log_ratio(self.group, other.group)
+        )
+
+    def __str__(self) -> str:
+        return f"q{self.seqlen_q}_k{self.seqlen_k}_bh{self.batch_heads}_g{self.group}"
+
+
+def _round_to_power_of_two(value: int) -> int:
+    """The power of two nearest to `value` in the logarithm; 0 stays 0."""
+    if value == 0:
+        return 0
+    lower = 1 << (value.bit_length() - 1)
+    return lower if value * value <= 2 * lower * lower else 2 * lower
+
+
+class Shape(BaseModel):
+    """The run-time lengths of one call: (batch, seqlen, heads, head_dim) without the last.
+
+    Attributes:
+        batch: sequences in the batch.
+        seqlen_q, seqlen_k: queries and keys per sequence; either may be 0.
+        heads_q, heads_kv: heads of Q and of K/V; heads_q is a multiple of heads_kv.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: int = Field(ge=0)
+    seqlen_q: int = Field(ge=0)
+    seqlen_k: int = Field(ge=0)
+    heads_q: int = Field(ge=0)
+    heads_kv: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _grouped(self) -> Self:
+        if self.heads_q != 0 and (self.heads_kv == 0 or self.heads_q % self.heads_kv != 0):
+            raise ValueError(
+                f"heads_q is {self.heads_q} and heads_kv is {self.heads_kv}: "
+                "heads_q has to be a multiple of heads_kv"
+            )
+        return self
+
+    def bucket(self) -> Bucket:
+        """The bucket that this shape is tuned and dispatched under."""
+        return Bucket(
+            group=max(self.heads_q // max(self.heads_kv, 1), 1),
+            seqlen_q=_round_to_power_of_two(self.seqlen_q),
+            seqlen_k=_round_to_power_of_two(self.seqlen_k),
+            batch_heads=_round_to_power_of_two(self.batch * self.heads_kv),
+        )
+
+    def visible_pairs(self, causal: bool) -> int:
+        """(query, key) pairs of one head of one sequence that the mask lets through."""
+        if not causal:
+            return self.seqlen_q * self.seqlen_k
+        offset = self.seqlen_k - self.seqlen_q
+        first_row = max(0, -offset)  # the rows above it see no key
+        rows = self.seqlen_q - first_row
+        first_keys = first_row + 1 + offset
+        return rows * (first_keys + self.seqlen_k) // 2 if rows > 0 else 0
+
+    def flops(self, problem: Problem) -> int:
+        """Floating-point operations of the forward pass: 4 * head_dim * pairs * batch * heads.
+
+        The count of FlashAttention-2 (section 4.1): two products of two operations per visible
+        pair and head-dim element.
+        """
+        pairs = self.visible_pairs(problem.causal)
+        return 4 * problem.head_dim * pairs * self.batch * self.heads_q
+
+    def bytes(self, problem: Problem) -> int:
+        """Fewest bytes of device memory moved: Q, K and V read once, O written once."""
+        rows = 2 * self.seqlen_q * self.heads_q + 2 * self.seqlen_k * self.heads_kv
+        return 2 * problem.head_dim * self.batch * rows
+
+    def __str__(self) -> str:
+        return f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"

@@ -1,0 +1,144 @@
+"""problem, config -> one self-contained CUDA text.
+
+Jinja fills the constants at the top of a template, names the kernel and writes wgmma's operand
+lists; local `#include`s are folded in, each once. Everything else is C++.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fagen import config as arithmetic
+from fagen.config import Sm80Forward, Sm90Forward
+from fagen.problem import Problem
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+ELEMENT = {"bf16": "__nv_bfloat16", "fp16": "__half"}
+ELEMENT_HEADER = {"bf16": "cuda_bf16.h", "fp16": "cuda_fp16.h"}
+PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
+_LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+
+
+@cache
+def template_folder() -> Path:
+    """The folder of the templates: inside the wheel, or at the top of a checkout."""
+    package = Path(__file__).parent
+    inside = package / "templates"
+    return inside if inside.is_dir() else package.parent / "templates"
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(template_folder()),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def fold(name: str, **values: Any) -> str:
+    """The text of a file under templates/, its local includes folded in, each once.
+
+    `name.j2` is rendered with `values`; a plain `name` is taken as it stands.
+    """
+    seen: set[str] = set()
+
+    def text_of(file: str) -> str:
+        seen.add(file)
+        if (template_folder() / f"{file}.j2").is_file():
+            text = _environment().get_template(f"{file}.j2").render(**values)
+        else:
+            text = (template_folder() / file).read_text(encoding="utf-8")
+        text = text.replace("#pragma once\n", "")
+        return _LOCAL_INCLUDE.sub(include, text)
+
+    def include(match: re.Match[str]) -> str:
+        return "" if match[1] in seen else text_of(match[1])
+
+    return text_of(name)
+
+
+def kernel_name(problem: Problem) -> str:
+    """The kernel's symbol (`extern "C"`): "fagen_forward_bf16_d128_causal"."""
+    return f"fagen_{problem.name}"
+
+
+def _wgmma(name: str, n: int, *, a_in_registers: bool, b_transposed: bool) -> dict[str, Any]:
+    """What one wgmma wrapper of wgmma.cuh.j2 needs: the operand lists as ready text."""
+    count = n // 2
+    a = [f"%{count + i}" for i in range(4)] if a_in_registers else [f"%{count}"]
+    b = f"%{count + len(a)}"
+    return {
+        "name": name,
+        "n": n,
+        "accumulators": count,
+        "a_in_registers": a_in_registers,
+        "d_operands": "{" + ", ".join(f"%{i}" for i in range(count)) + "}",
+        "d_constraints": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+        "a_operand": "{" + ", ".join(a) + "}" if a_in_registers else a[0],
+        "b_operand": b,
+        "scale_operand": f"%{count + len(a) + 1}",
+        # scale-a, scale-b, then the transposition flags that the operand kinds have
+        "immediates": f"1, 1, {int(b_transposed)}"
+        if a_in_registers
+        else f"1, 1, 0, {int(b_transposed)}",
+    }
+
+
+def constants(problem: Problem, config: Sm80Forward | Sm90Forward) -> dict[str, Any]:
+    """The values that a template may name: the axes, and the sizes that follow from them."""
+    values: dict[str, Any] = {
+        **config.axes(),
+        "problem": problem,
+        "config": config,
+        "kernel_name": kernel_name(problem),
+        "element": ELEMENT[problem.dtype],
+        "element_header": ELEMENT_HEADER[problem.dtype],
+        "head_dim": problem.head_dim,
+        "causal": problem.causal,
+        "alignment": problem.alignment,
+        "head_dim_padded": arithmetic.head_dim_padded(config, problem),
+        "chunk": arithmetic.chunk(config),
+        "threads": arithmetic.threads(config),
+        "smem_bytes": arithmetic.smem_bytes(config, problem),
+    }
+    if isinstance(config, Sm90Forward):
+        values |= {
+            "consumer_warpgroups": arithmetic.consumer_warpgroups(config),
+            "consumer_registers": arithmetic.consumer_registers(config),
+            "ptx_type": PTX_TYPE[problem.dtype],
+            "wgmmas": [
+                _wgmma("wgmma_qk", config.block_n, a_in_registers=False, b_transposed=False),
+                _wgmma(
+                    "wgmma_pv",
+                    problem.head_dim,
+                    a_in_registers=not config.p_in_smem,
+                    b_transposed=True,
+                ),
+            ],
+        }
+    return values
+
+
+def render(problem: Problem, config: Sm80Forward | Sm90Forward) -> str:
+    """One self-contained `.cu` text: the kernel of `config` for `problem`.
+
+    Pure: the same arguments and template files give the same text.
+    """
+    filters = {name: _cpp(value) for name, value in constants(problem, config).items()}
+    return fold(f"{config.template}.cu", **filters)
+
+
+def _cpp(value: Any) -> Any:
+    """Booleans as C++ spells them; everything else as it is."""
+    return str(value).lower() if isinstance(value, bool) else value

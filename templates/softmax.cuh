@@ -1,0 +1,108 @@
+// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
+//
+// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
+// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
+// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
+#pragma once
+#include "ptx.cuh"
+
+DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
+
+// Four lanes hold a row.
+DEVICE float row_maximum(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+DEVICE float row_total(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
+// minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
+DEVICE float exp2_polynomial(float x) {
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2**23
+  x = fmaxf(x, -126.0f);
+  const float shifted = x + kRoundToInteger;
+  const float fraction = x - (shifted - kRoundToInteger);
+  float p = fmaf(fraction, 0.0559229f, 0.2426131f);
+  p = fmaf(fraction, p, 0.6931200f);
+  p = fmaf(fraction, p, 0.99992522f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
+// key of the fragment's column 0.
+template <int kCount>
+DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
+  const int lane_key = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int key = lane_key + 8 * (i / 4) + i % 2;
+    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+  }
+}
+
+// The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.
+template <bool kLazyRescale, int kExp2FmaEvery>
+struct OnlineSoftmax {
+  static constexpr float kLazyThreshold = 8.0f;  // log2 of how far P may exceed 1
+
+  float maximum[2] = {-infinity(), -infinity()};
+  float sum[2] = {0.0f, 0.0f};
+
+  // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
+  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  template <bool kMasked, int kCount>
+  DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
+    float offset[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float highest = maximum[row];
+#pragma unroll
+      for (int i = 2 * row; i < kCount; i += 4) {
+        highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
+      }
+      highest = row_maximum(highest);
+      if (kLazyRescale && (highest - maximum[row]) * scale_log2 <= kLazyThreshold) {
+        highest = maximum[row];
+      }
+      offset[row] = highest * scale_log2;
+      if (kMasked && highest == -infinity()) offset[row] = 0.0f;  // -inf - -inf would be NaN
+      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset[row]));
+      maximum[row] = highest;
+      sum[row] *= correction[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
+      const bool on_fma_pipe = kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+      scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
+      sum[fragment_row(i)] += scores[i];
+    }
+  }
+
+  // Multiplies an output fragment by the factors of `update`; with kLazyRescale only if any row
+  // of the warp needs it.
+  template <int kCount>
+  DEVICE static void rescale(float (&output)[kCount], const float (&correction)[2]) {
+    if (kLazyRescale &&
+        !__any_sync(0xffffffff, correction[0] != 1.0f || correction[1] != 1.0f)) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) output[i] *= correction[fragment_row(i)];
+  }
+
+  // After the last update: whole sums, and the natural logarithm of the sum of exponentials.
+  DEVICE void finish(float scale_log2, float (&inverse_sum)[2], float (&lse)[2]) {
+    constexpr float kLn2 = 0.693147180559945f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float total = row_total(sum[row]);
+      inverse_sum[row] = total == 0.0f ? 0.0f : __frcp_rn(total);  // a row without keys gives 0
+      lse[row] = total == 0.0f ? -infinity() : (maximum[row] * scale_log2 + __log2f(total)) * kLn2;
+    }
+  }
+};

@@ -1,0 +1,17 @@
+// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
+// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
+// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
+// different banks.
+#pragma once
+
+template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
+struct SwizzledTile {
+  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
+  static constexpr int kChunkElements = kRows * kChunk;
+
+  // In elements from the tile's base.
+  DEVICE static int offset(int row, int column) {
+    const int unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
+  }
+};
