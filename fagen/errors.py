@@ -11,7 +11,7 @@
     ├── StoreError           a tuned_configs YAML file that cannot be read or written
     ├── DeviceError          no usable GPU, or the driver reported a failure
     │   └── CudaError        a CUDA driver call failed; .code is its number
-    └── MissingDependency    a package that this call needs is not installed
+    └── MissingDependencyError  a package that this call needs is not installed
 
 Each message says what is wrong, what is allowed, and what to do next. The command line turns
 each into one line and exit code 2.
@@ -72,5 +72,5 @@ class CudaError(DeviceError):
         self.code = code
 
 
-class MissingDependency(FagenError):
+class MissingDependencyError(FagenError):
     """A package that this call needs is not installed; the message names the extra that has it."""

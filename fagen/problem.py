@@ -39,7 +39,7 @@ class Problem(BaseModel):
 
     @property
     def mask(self) -> str:
-        """"causal" or "full", for names and tables."""
+        """The mask in one word, for names and tables: causal or full."""
         return "causal" if self.causal else "full"
 
     @property
