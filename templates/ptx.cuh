@@ -1,6 +1,8 @@
 // One PTX instruction per function, with types. Policy lives in the kernels.
 // Names and semantics: "PTX ISA", the section named for each instruction.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 using u16 = unsigned short;
 using u32 = unsigned int;

@@ -15,7 +15,7 @@ DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
 }
 
 // Makes the initialised barriers visible to the asynchronous proxy (TMA).
-DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" :::); }
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // One arrival, and `bytes` more that TMA must write before the phase ends.
 DEVICE void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
@@ -53,6 +53,10 @@ DEVICE void tma_load(void* shared, const TensorMap* map, int column, int row, in
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
       "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
       : "memory");
+}
+
+DEVICE void tma_prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Shared to global memory; elements outside the tensor are not written.
