@@ -1,0 +1,545 @@
+"""tuned_configs/*.yaml and the user's overlay: the only module that reads or writes them.
+
+A file holds one record per (device, problem, bucket). Its text is canonical: the same records
+give the same bytes, and a retuned record is a diff of a few lines. YAML is read event by event,
+with no object construction, so a tag or an alias is refused before it can mean anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fagen.config import TEMPLATES, Config, one_line
+from fagen.device import ARCHITECTURES, Device
+from fagen.errors import StoreError
+from fagen.problem import Bucket, Problem, Shape
+
+SCHEMA = 1  # of the file as a whole; a field that is new in a record does not raise it
+CONFIG_VARIABLE = "FAGEN_CONFIG"
+LOCK_SECONDS = 60.0
+MAX_DEPTH = 8  # of nested collections: a record needs 4
+_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_log = logging.getLogger(__name__)
+
+
+# ---- the record ----
+
+
+def _rounded(value: float) -> float:
+    """Five significant digits: more is noise, and would be noise in every diff."""
+    return float(f"{value:.5g}")
+
+
+Rounded = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_rounded)]
+
+
+class _Part(BaseModel):
+    # A field that this version does not know makes the record unreadable, hence skipped.
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Card(_Part):
+    """The device that a record was made on or for.
+
+    Attributes:
+        name: the driver's name, such as "NVIDIA H200".
+        sm_count: multiprocessors.
+        arch: the architecture's name, such as "sm90".
+    """
+
+    name: str
+    sm_count: int = Field(ge=1)
+    arch: str
+
+    @classmethod
+    def of(cls, device: Device) -> Self:
+        return cls(name=device.name, sm_count=device.sm_count, arch=device.arch.name)
+
+    @property
+    def key(self) -> str:
+        """The same as `Device.key`."""
+        return f"{self.name} ({self.sm_count} SMs)"
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class Result(_Part):
+    """How fast the config is, and how that is known.
+
+    Attributes:
+        kind: "measured" on the device, or "predicted" by fagen/model.py where there was none.
+        median_us: time of one call in microseconds.
+        spread: interquartile range over median; None for a prediction.
+        tflops: 1e12 floating-point operations per second, counted by `Shape.flops`.
+        trials: distinct configs that were timed, or ranked by the model.
+        speedup_over_default: time of the template's default over `median_us`.
+        speedup_over_torch: time of torch SDPA over `median_us`; None where torch was absent.
+        policy: how time was taken, such as "cold-l2"; "model" for a prediction.
+    """
+
+    kind: Literal["measured", "predicted"]
+    median_us: Annotated[Rounded, Field(gt=0)]
+    spread: Rounded | None = None
+    tflops: Rounded
+    trials: int = Field(ge=1)
+    speedup_over_default: Rounded | None = None
+    speedup_over_torch: Rounded | None = None
+    policy: str
+
+
+class Provenance(_Part):
+    """What made the record. A difference from today's is no reason to drop it.
+
+    Attributes:
+        date: UTC day.
+        fagen, nvrtc: versions.
+        driver: version of the NVIDIA driver; None for a prediction.
+        text, cubin: `digest` of the rendered text and of its cubin.
+    """
+
+    date: date
+    fagen: str
+    nvrtc: str
+    driver: str | None = None
+    text: str
+    cubin: str
+
+    @classmethod
+    def of(cls, source: str, cubin: bytes, *, nvrtc: str, driver: str | None = None) -> Self:
+        """Today's provenance of a compiled text."""
+        from fagen import __version__
+
+        return cls(
+            date=datetime.now(UTC).date(),
+            fagen=__version__,
+            nvrtc=nvrtc,
+            driver=driver,
+            text=digest(source),
+            cubin=digest(cubin),
+        )
+
+
+class Record(_Part):
+    """One answer that was found by tuning.
+
+    Attributes:
+        problem: the static question.
+        shape: the lengths that it was tuned on; their bucket is what it is filed under.
+        device: the card.
+        config: the answer.
+        result, provenance: how good it is, and where it comes from.
+    """
+
+    problem: Problem
+    shape: Shape
+    device: Card
+    config: Config
+    result: Result
+    provenance: Provenance
+
+    @cached_property
+    def bucket(self) -> Bucket:
+        """Not stored: `Shape.bucket` is the one place where shapes are rounded."""
+        return self.shape.bucket()
+
+    @property
+    def key(self) -> tuple[str, Problem, Bucket]:
+        """What there is one record for."""
+        return self.device.key, self.problem, self.bucket
+
+    @property
+    def arch(self) -> str:
+        return self.device.arch
+
+    @property
+    def kind(self) -> Literal["measured", "predicted"]:
+        return self.result.kind
+
+    @property
+    def measured(self) -> bool:
+        return self.kind == "measured"
+
+
+def digest(data: str | bytes) -> str:
+    """The start of the SHA-256 of a text or cubin, 16 hex digits: enough to tell two apart."""
+    raw = data.encode() if isinstance(data, str) else data
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+# ---- reading ----
+
+
+class Skipped(NamedTuple):
+    """A record that this version cannot use, most often one of a newer version.
+
+    Attributes:
+        line: where it starts in the file, from 1.
+        reason: one sentence.
+        fields: what stands in the file, which `save_records` writes back.
+    """
+
+    line: int
+    reason: str
+    fields: Any
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """What one YAML file holds: a record per key in canonical order, and what was skipped."""
+
+    path: Path
+    records: tuple[Record, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+
+
+def load_records(path: str | Path) -> RecordFile:
+    """Every record of a file. Of two with one key the better stays: measured, then the later.
+
+    Raises:
+        StoreError: the file is missing, damaged, no file of tuned configs, or holds a YAML tag
+            or alias. Nothing that stands in a file is ever run.
+    """
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path}: not a text file: {error}. {_WHAT_TO_DO}") from None
+    reader = _Reader(text, path)
+    content = reader.content
+    if not isinstance(content, dict) or not content.keys() <= {"schema", "records"}:
+        raise StoreError(
+            f"{path}: not a file of tuned configs: it has to hold `schema: {SCHEMA}` and a list "
+            "`records:`, and nothing else. `fagen tune --out FILE` writes one"
+        )
+    items = content.get("records")
+    if content.get("schema") != SCHEMA:
+        items = []
+        reason = f"its schema is {content.get('schema')!r}, this fagen reads {SCHEMA}"
+        skipped = [Skipped(1, f"the whole file: {reason}", None)]
+    elif not isinstance(items, list):
+        raise StoreError(f"{path}: `records:` has to be a list")
+    else:
+        skipped = []
+    records: dict[Any, Record] = {}
+    for item in items:
+        try:
+            record = _parse(item)
+        except (ValidationError, ValueError) as error:
+            reason = one_line(error) if isinstance(error, ValidationError) else str(error)
+            skipped.append(Skipped(reader.line_of(item), reason, item))
+        else:
+            _keep_better(records, record)
+    for entry in skipped:
+        _log.info("%s, line %d: record skipped: %s", path, entry.line, entry.reason)
+    return RecordFile(path, tuple(sorted(records.values(), key=_order)), tuple(skipped))
+
+
+def _parse(item: Any) -> Record:
+    """The record of one list item.
+
+    Raises:
+        ValueError: it is not one that this version understands (ValidationError included).
+    """
+    if not isinstance(item, dict):
+        raise ValueError("not a mapping")
+    fields = dict(item)
+    version = fields.pop("axes_version", None)
+    template = item["config"].get("template") if isinstance(item.get("config"), dict) else None
+    if not isinstance(template, str) or template not in TEMPLATES:
+        raise ValueError(f"template {template!r} is none of {', '.join(TEMPLATES)}")
+    current = TEMPLATES[template].axes_version
+    if version != current:
+        raise ValueError(f"axes_version is {version!r}, that of {template} is {current}")
+    record = Record.model_validate(fields)
+    if record.arch not in ARCHITECTURES:
+        raise ValueError(f"architecture {record.arch!r} is unknown")
+    return record
+
+
+def _keep_better(records: dict[Any, Record], record: Record) -> None:
+    """File a record under its key, unless a measured one would give way to a prediction."""
+    old = records.get(record.key)
+    if old is None or record.measured or not old.measured:
+        records[record.key] = record
+
+
+def _order(record: Record) -> tuple[Any, ...]:
+    p, b = record.problem, record.bucket
+    return (
+        (p.op, p.dtype, p.head_dim, p.causal, p.alignment),
+        (record.arch, record.device.key),
+        (b.seqlen_q, b.seqlen_k, b.batch_heads, b.group),
+    )
+
+
+_WHAT_TO_DO = (
+    "Nothing of it was used or changed: mend the line, restore the file from git, "
+    "or move it away and tune again"
+)
+
+
+class _Reader:
+    """YAML text as plain dicts, lists and scalars, with the line that each mapping starts at.
+
+    About three times as fast as `yaml.safe_load`, and refuses tags and aliases altogether.
+    """
+
+    def __init__(self, text: str, path: Path) -> None:
+        self._path = path
+        self._lines: dict[int, int] = {}
+        self._scalars: dict[str, Any] = {}  # few are distinct, and typing one is slow
+        try:
+            loader = _LOADER(text)
+            self._next: Callable[[], Any] = loader.get_event
+            self._next()  # start of the stream
+            if type(self._next()) is yaml.StreamEndEvent:
+                self.content: Any = None
+                return
+            self.content = self._node(self._next(), 0)
+            self._next()  # end of the document
+            if type(event := self._next()) is not yaml.StreamEndEvent:
+                raise self._error(event.start_mark, "a second document starts here")
+        except yaml.MarkedYAMLError as error:
+            raise self._error(error.problem_mark, str(error.problem)) from None
+        except (yaml.YAMLError, ValueError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise StoreError(f"{path}: not YAML: {first_line}. {_WHAT_TO_DO}") from None
+
+    def line_of(self, value: Any) -> int:
+        return self._lines.get(id(value), 1)
+
+    def _error(self, mark: Any, problem: str) -> StoreError:
+        line = f", line {mark.line + 1}" if mark else ""
+        return StoreError(f"{self._path}{line}: {problem}. {_WHAT_TO_DO}")
+
+    def _node(self, event: Any, depth: int) -> Any:
+        kind = type(event)
+        if kind is yaml.AliasEvent:
+            raise self._error(event.start_mark, f"the alias *{event.anchor} is not allowed")
+        if event.tag is not None:
+            raise self._error(event.start_mark, f"the tag {event.tag!r} is not allowed")
+        if kind is yaml.ScalarEvent:
+            return self._scalar(event.value) if event.implicit[0] else event.value
+        if depth == MAX_DEPTH:
+            raise self._error(event.start_mark, f"nested more than {MAX_DEPTH} deep")
+        if kind is yaml.SequenceStartEvent:
+            items: list[Any] = []
+            while type(event := self._next()) is not yaml.SequenceEndEvent:
+                items.append(self._node(event, depth + 1))
+            return items
+        mapping: dict[str, Any] = {}
+        self._lines[id(mapping)] = event.start_mark.line + 1
+        while type(event := self._next()) is not yaml.MappingEndEvent:
+            name = self._node(event, depth + 1)
+            if not isinstance(name, str) or name in mapping:
+                what = f"{name} is given twice" if isinstance(name, str) else "not a field name"
+                raise self._error(event.start_mark, what)
+            mapping[name] = self._node(self._next(), depth + 1)
+        return mapping
+
+    def _scalar(self, text: str) -> Any:
+        if text not in self._scalars:
+            self._scalars[text] = yaml.safe_load(text)
+        return self._scalars[text]
+
+
+# ---- writing ----
+
+
+def save_records(path: str | Path, records: Iterable[Record]) -> None:
+    """Merge records into a file, which is created if there is none.
+
+    A record replaces the one with its key, but a predicted one never replaces a measured one.
+    What this version cannot read is kept. Safe under concurrent writers (a lock file stays
+    beside the file) and kill -9 (the file is replaced as a whole). Comments are not kept.
+
+    Raises:
+        StoreError: the file is damaged, of another schema, or cannot be written; it is as it was.
+    """
+    from filelock import FileLock
+
+    path = Path(path).expanduser().resolve()  # a link stays a link
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
+            old = load_records(path) if path.exists() else RecordFile(path)
+            if any(entry.fields is None for entry in old.skipped):
+                raise StoreError(f"cannot add to {path}: {old.skipped[0].reason}: use a new file")
+            merged = {record.key: record for record in old.records}
+            for record in records:
+                _keep_better(merged, record)
+            _replace(path, _text(merged.values(), old.skipped))
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. The file is as it was; "
+            "free the disk or give another `--out FILE`"
+        ) from None
+    _open.cache_clear()  # this process sees what it saved
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file at once or not at all; the caller holds its lock."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+_HEADER = """\
+# Tuned configs of fagen, written by `fagen tune`; see README.md in tuned_configs of its source.
+# To try another config, copy this file, edit the copy, and name it in --config or FAGEN_CONFIG.
+"""
+_PREDICTED = "# Predicted by the static model, every one: no such card was there to measure on.\n"
+
+
+def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
+    """The canonical text of a file: one line or two for each part of a record."""
+    ordered = sorted(records, key=_order)
+    items = [_fields(record) for record in ordered] + [entry.fields for entry in skipped]
+    header = _HEADER
+    if ordered and not any(record.measured for record in ordered):
+        header += _PREDICTED
+    # The Python dumper, never the C one: both wrap long lines, but not in the same places.
+    body: str = yaml.dump(
+        {"schema": SCHEMA, "records": items},
+        Dumper=_Dumper,
+        default_flow_style=None,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
+    )
+    return header + body
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    """A record as it stands in a file.
+
+    Every axis is written, to be edited; of the problem only what is not the default, so that a
+    problem may grow fields.
+    """
+    problem = record.problem.model_dump(include={"dtype", "head_dim", "causal"})
+    return {
+        "problem": problem | record.problem.model_dump(exclude_defaults=True),
+        "shape": record.shape.model_dump(),
+        "device": record.device.model_dump(),
+        "config": record.config.model_dump(),
+        "axes_version": record.config.axes_version,
+        "result": record.result.model_dump(exclude_none=True),
+        "provenance": record.provenance.model_dump(exclude_none=True),
+    }
+
+
+# ---- the files that a call looks into ----
+
+
+def user_overlay_path(arch: str) -> Path:
+    """Where `fagen tune` keeps this user's records of an architecture, such as "sm90"."""
+    from platformdirs import user_data_path
+
+    return user_data_path("fagen", appauthor=False) / "tuned_configs" / f"{arch}.yaml"
+
+
+def shipped_path(arch: str) -> Path:
+    """The records that come with fagen: inside the wheel, or at the top of a checkout."""
+    package = Path(__file__).parent
+    inside = package / "tuned_configs"
+    folder = inside if inside.is_dir() else package.parent / "tuned_configs"
+    return folder / f"{arch}.yaml"
+
+
+class Entry(NamedTuple):
+    """A record and the file that it stands in."""
+
+    record: Record
+    path: Path
+
+
+class Store:
+    """The records that dispatch may use. `Store.open` finds them.
+
+    Attributes:
+        config_file: the one file that is consulted, or None for the user's overlay and then the
+            shipped file of each architecture.
+    """
+
+    def __init__(self, config_file: Path | None = None) -> None:
+        self.config_file = config_file
+        self._loaded: dict[Path, RecordFile] = {}
+
+    @classmethod
+    def open(cls, config_file: str | Path | None = None) -> Store:
+        """The store of this process: each file is read once, when it is first needed.
+
+        Args:
+            config_file: another YAML (`--config`), or else the one that FAGEN_CONFIG names. It
+                is consulted alone, so that what stands in it is what runs.
+        """
+        named = config_file or os.environ.get(CONFIG_VARIABLE)
+        return _open(Path(named).expanduser().absolute() if named else None)
+
+    def files(self, arch: str | None = None) -> tuple[RecordFile, ...]:
+        """The files of an architecture (of all, if None), the one that counts more first.
+
+        Raises:
+            StoreError: one of them is damaged, or `config_file` does not exist.
+        """
+        if self.config_file:
+            return (self._load(self.config_file),)
+        paths = [
+            path
+            for name in ([arch] if arch else ARCHITECTURES)
+            for path in (user_overlay_path(name), shipped_path(name))
+        ]
+        return tuple(self._load(path) for path in paths if path.exists())
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Every record of every file, those that count more first."""
+        return tuple(record for file in self.files() for record in file.records)
+
+    def entries(self, problem: Problem, arch: str) -> list[Entry]:
+        """The records of a problem on an architecture, the user's own before the shipped."""
+        return [
+            Entry(record, file.path)
+            for file in self.files(arch)
+            for record in file.records
+            if record.problem == problem and record.arch == arch
+        ]
+
+    def _load(self, path: Path) -> RecordFile:
+        if path not in self._loaded:
+            self._loaded[path] = load_records(path)
+        return self._loaded[path]
+
+
+@cache
+def _open(config_file: Path | None) -> Store:
+    return Store(config_file)
