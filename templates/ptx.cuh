@@ -87,13 +87,13 @@ DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], const void* row) {
                : "memory");
 }
 
-// D(16 x 8, float) += A(16 x 16, row-major) * B(16 x 8, column-major).
+// D(16 x 8, float) += A(16 x 16, row-major) * B(16 x 8, column-major); d and a are 4 registers.
 // Lane t holds D at rows t/4 and t/4 + 8, columns 2*(t%4) and 2*(t%4) + 1.
 template <typename Element>
-DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
 
 template <>
-DEVICE void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -102,7 +102,7 @@ DEVICE void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const u32 (&a)[4], u32 b0
 }
 
 template <>
-DEVICE void mma_m16n8k16<__half>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

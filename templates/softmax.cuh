@@ -77,7 +77,9 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
-      const bool on_fma_pipe = kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+      // The polynomial has no exact 0 for the -infinity of a masked score.
+      const bool on_fma_pipe =
+          !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
       scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
       sum[fragment_row(i)] += scores[i];
     }
