@@ -43,7 +43,9 @@ from fagen.problem import Problem
 AnyConfig = Sm80Forward | Sm90Forward
 
 CACHE_VERSION = 1  # part of every key: raised when an entry's files change their meaning
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")  # beside the target and the header folder
+# Beside the target and the header folder. NVRTC 13.0 takes generic lambdas for host code unless
+# device is the default.
+OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 LEFTOVER_SECONDS = 3600.0  # age at which a half-written entry has lost its writer
 
 _log = logging.getLogger(__name__)
