@@ -1,0 +1,59 @@
+"""What became of one candidate: a time, or a typed reason why it has none."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+RejectionKind = Literal[
+    "illegal",  # breaks a rule of space.py, or was asked for before
+    "compile",  # NVRTC refused it, or took too long
+    "resources",  # spills, keeps a stack frame, wgmma serialised, setmaxnreg ignored
+    "duplicate",  # its cubin is that of another candidate
+    "launch",  # the driver refused to load or start it
+    "wrong",  # its numbers are
+    "crash",  # it killed the CUDA context, or the process
+    "hang",  # it did not end in time
+]
+REJECTION_KINDS: tuple[RejectionKind, ...] = get_args(RejectionKind)
+STATIC_REJECTIONS: frozenset[RejectionKind] = frozenset(
+    ("illegal", "compile", "resources", "duplicate")  # known before the GPU is touched
+)
+
+
+class Measured(BaseModel):
+    """A candidate that gives right answers, and how long it takes.
+
+    Attributes:
+        time_us: median time of one call in microseconds.
+        spread: interquartile range over median.
+        samples: calls that were timed.
+        policy: how, such as "cold-l2".
+        cubin: SHA-256 of what ran, in hex; "" where it was no cubin (a recorded table).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    time_us: float = Field(gt=0, allow_inf_nan=False)
+    spread: float = Field(default=0.0, ge=0)
+    samples: int = Field(default=1, ge=1)
+    policy: str = ""
+    cubin: str = ""
+
+
+class Rejected(BaseModel):
+    """A candidate without a time.
+
+    Attributes:
+        kind: which of the hurdles it failed at.
+        reason: one line.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: RejectionKind
+    reason: str
+
+
+Outcome = Measured | Rejected

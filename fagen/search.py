@@ -1,0 +1,514 @@
+"""The search for the fastest config of a legal set: the only module that knows Optuna.
+
+A `Study` asks for configs and is told their outcomes; `search` runs several studies (one for each
+class of shapes) side by side on the same candidates. What measures them is an argument, so a
+recorded table stands in for a GPU::
+
+    search([study], lambda configs: ((c, [table[c]]) for c in configs), trials=100)
+
+Each study lives twice. The sampler works on one in memory, where a rejection counts as a bad
+value, so that the sampler learns to stay away. The kept one, in the storage, gets each finished
+trial as one whole write, a rejection as a failed trial with its kind and reason: kill -9 leaves
+no half trials behind, and `optuna.load_study` or optuna-dashboard read it like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState
+
+from fagen import space
+from fagen.config import TEMPLATES
+from fagen.device import Device
+from fagen.errors import ArgumentError, MissingDependencyError, StoreError
+from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected
+from fagen.problem import Problem
+from fagen.space import AnyConfig
+
+SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
+ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
+PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
+LOCK_SECONDS = 60.0
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+# ---- the legal set ----
+
+
+class LegalSet:
+    """Every legal config of a template for a problem, enumerated once, as numbers.
+
+    Attributes:
+        problem, device, template: what it is the set of.
+        axes: the values of each axis.
+        positions: (configs, axes) int8, each config as its place on each axis.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        template: str,
+        *,
+        fixed: dict[str, Any] | None = None,
+    ) -> None:
+        self.problem, self.device, self.template = problem, device, template
+        fixed = fixed or {}
+        self.axes = space.axes(template, problem) | {name: (v,) for name, v in fixed.items()}
+        unknown = self.axes.keys() - set(TEMPLATES[template].axis_names())
+        if unknown:
+            raise ArgumentError(
+                f"{template} has no axis {', '.join(sorted(unknown))}: allowed are "
+                f"{', '.join(TEMPLATES[template].axis_names())}"
+            )
+        places = [
+            (axis, {value: place for place, value in enumerate(values)})
+            for axis, values in self.axes.items()
+        ]
+        rows = [
+            [place[getattr(config, axis)] for axis, place in places]
+            for config in space.legal_configs(template, problem, device, fixed=fixed)
+        ]
+        positions = np.array(rows, dtype=np.int8).reshape(len(rows), len(self.axes))
+        sizes = [len(values) for values in self.axes.values()]
+        self._weights = np.cumprod([1, *sizes[:0:-1]], dtype=np.int64)[::-1]
+        codes = positions @ self._weights
+        order = np.argsort(codes)
+        self.positions, self._codes = positions[order], codes[order]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def config(self, row: int) -> AnyConfig:
+        """The config of a row of `positions`."""
+        return TEMPLATES[self.template](**self.parameters(row))
+
+    def parameters(self, row: int) -> dict[str, Any]:
+        """The value of each axis in a row of `positions`."""
+        places = self.positions[row]
+        return {
+            axis: values[place]
+            for (axis, values), place in zip(self.axes.items(), places, strict=True)
+        }
+
+    def place(self, values: dict[str, Any]) -> np.ndarray | None:
+        """The place of each value on its axis, or None if one is not on it."""
+        try:
+            return np.array([self.axes[axis].index(values[axis]) for axis in self.axes])
+        except ValueError:
+            return None
+
+    def find(self, values: dict[str, Any]) -> int | None:
+        """The row of a config given by its axes, or None if it is not in the set."""
+        place = self.place(values)
+        if place is None:
+            return None
+        code = place @ self._weights
+        row = int(np.searchsorted(self._codes, code))
+        return row if row < len(self) and self._codes[row] == code else None
+
+    def nearest(self, place: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> int:
+        """A row that is not taken, the fewest steps along the axes away; ties fall at random."""
+        distance = np.abs(self.positions - place.astype(np.int8)).sum(axis=1, dtype=np.int16)
+        distance[taken] = np.iinfo(np.int16).max
+        return int(rng.choice(np.flatnonzero(distance == distance.min())))
+
+
+# ---- the storage ----
+
+
+class _KernelLock:
+    """The journal's lock by flock: the kernel frees it when its holder dies, however it dies.
+
+    Optuna's own locks are files that outlive a killed process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from filelock import FileLock
+
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS)
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def open_storage(where: str | Path) -> Any:
+    """Optuna's storage at a database URL (sqlite:///trials.db) or in a journal file.
+
+    A last line that a killed process left half written is cut off, since Optuna would glue the
+    next one to it and fail from then on.
+
+    Raises:
+        ArgumentError: for a URL that cannot be opened.
+        StoreError: for a file that cannot be read or written, or is no journal.
+    """
+    if "://" in str(where):
+        try:
+            return optuna.storages.RDBStorage(str(where))
+        except (ImportError, ValueError) as error:
+            raise ArgumentError(f"cannot open the storage {where}: {error}") from None
+    path = Path(where).expanduser().absolute()
+    lock = _KernelLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        try:
+            _cut_torn_line(path)
+        finally:
+            lock.release()
+        backend = optuna.storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+        return optuna.storages.JournalStorage(backend)
+    except OSError as error:
+        raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        text = file.read()
+        whole = text.rfind(b"\n") + 1
+        if whole != len(text):
+            file.truncate(whole)
+
+
+# ---- one study ----
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A config and what became of it."""
+
+    config: AnyConfig
+    outcome: Outcome
+
+
+class Study:
+    """The search for one objective over one legal set, by asking and telling.
+
+    Args:
+        name: names the kept study.
+        sampler: one of `SAMPLERS`. "random" and "brute-force" walk the legal set itself, at
+            random and in order; the others ask, and an ask that is illegal or was tried is
+            answered with its nearest legal neighbour.
+        seed: makes a study with the same outcomes repeat itself.
+        seeds: configs to try first, the most promising one first.
+        storage: of `open_storage`, or None to keep nothing.
+        resume: go on with the kept study of that name. Without it, a new one gets a number.
+
+    Attributes:
+        name: the name of the kept study.
+        legal: the legal set.
+        tried: what came back, in order.
+        resumed: how many of them are from an earlier run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        legal: LegalSet,
+        *,
+        sampler: str = "tpe",
+        seed: int = 0,
+        seeds: Sequence[AnyConfig] = (),
+        storage: Any = None,
+        resume: bool = False,
+    ) -> None:
+        self.legal = legal
+        self.tried: list[Tried] = []
+        self._taken = np.zeros(len(legal), dtype=bool)
+        self._pending: dict[int, Any] = {}  # row -> Optuna's running trial
+        self._distributions = {
+            axis: CategoricalDistribution(values) for axis, values in legal.axes.items()
+        }
+        # The axes' values are part of the name: Optuna refuses a study whose axes change.
+        digest = hashlib.sha256(repr(legal.axes).encode()).hexdigest()[:6]
+        self.name, self._kept = _keep(f"{name} axes-{digest}", storage, resume)
+        previous = self._load()
+        self.resumed = len(previous)
+        self._rng = np.random.default_rng([seed, self.resumed])
+        self._order = None  # in which the legal set is walked, where no sampler is asked
+        if sampler == "random":
+            self._order = self._rng.permutation(len(legal))
+        elif sampler == "brute-force":
+            self._order = np.arange(len(legal))
+        self._study = optuna.create_study(sampler=_sampler(sampler, int(self._rng.integers(2**31))))
+        for row, outcome in previous:
+            self._taken[row] = True
+            self._tell(row, self._propose(row), outcome)
+        rows = [legal.find(config.axes()) for config in seeds]
+        self._seeds = [row for row in dict.fromkeys(rows) if row is not None]
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest config so far."""
+        return min(self.measured, key=_time, default=None)
+
+    @property
+    def measured(self) -> list[Tried]:
+        """What has a time."""
+        return [tried for tried in self.tried if isinstance(tried.outcome, Measured)]
+
+    @property
+    def rejections(self) -> Counter[str]:
+        """How many configs fell at each hurdle."""
+        return Counter(t.outcome.kind for t in self.tried if isinstance(t.outcome, Rejected))
+
+    @property
+    def asked(self) -> int:
+        """How many configs were asked for or claimed, those of earlier runs included."""
+        return int(self._taken.sum())
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every legal config was asked for."""
+        return bool(self._taken.all())
+
+    @property
+    def on_gpu(self) -> int:
+        """How many configs passed the static filter, the pending ones included."""
+        static = sum(self.rejections[kind] for kind in STATIC_REJECTIONS)
+        return len(self.tried) - static + len(self._pending)
+
+    def ask(self) -> AnyConfig | None:
+        """A config that was not asked for before; None when all were."""
+        if self.exhausted:
+            return None
+        while self._seeds:
+            row = self._seeds.pop(0)
+            if not self._taken[row]:
+                return self._claim(row, self._propose(row))
+        if self._order is not None:
+            row = int(self._order[np.argmin(self._taken[self._order])])
+            return self._claim(row, self._propose(row))
+        trial = self._study.ask(self._distributions)
+        found = self.legal.find(trial.params)
+        if found is not None and not self._taken[found]:
+            return self._claim(found, trial)
+        self._reject(trial, found)
+        place = self.legal.place(trial.params)
+        assert place is not None, "Optuna sampled a value that is not on its axis"
+        row = self.legal.nearest(place, self._taken, self._rng)
+        return self._claim(row, self._propose(row))
+
+    def claim(self, config: AnyConfig) -> None:
+        """Take part in a candidate that another study asked for, unless it is known here."""
+        row = self.legal.find(config.axes())
+        if row is not None and not self._taken[row]:
+            self._claim(row, self._propose(row))
+
+    def tell(self, config: AnyConfig, outcome: Outcome) -> bool:
+        """The outcome of a config that was asked for or claimed. False if it was neither."""
+        row = self.legal.find(config.axes())
+        if row is None or row not in self._pending:
+            return False
+        self._tell(row, self._pending.pop(row), outcome)
+        self._keep(self.legal.parameters(row), str(config), outcome)
+        return True
+
+    def release(self) -> None:
+        """Give up what was asked for and not told: it may be asked for again."""
+        for row, trial in self._pending.items():
+            self._study.tell(trial, state=TrialState.FAIL)
+            self._taken[row] = False
+        self._pending.clear()
+
+    def walk_all(self) -> None:
+        """Ask the sampler nothing more, since all that is left will be tried."""
+        if self._order is None:
+            self._order = np.arange(len(self.legal))
+
+    def _propose(self, row: int) -> Any:
+        self._study.enqueue_trial(self.legal.parameters(row))
+        return self._study.ask(self._distributions)
+
+    def _claim(self, row: int, trial: Any) -> AnyConfig:
+        self._taken[row] = True
+        self._pending[row] = trial
+        return self.legal.config(row)
+
+    def _tell(self, row: int, trial: Any, outcome: Outcome) -> None:
+        self.tried.append(Tried(self.legal.config(row), outcome))
+        value = outcome.time_us if isinstance(outcome, Measured) else self._penalty()
+        self._study.tell(trial, value)
+
+    def _penalty(self) -> float:
+        return PENALTY * max((_time(tried) for tried in self.measured), default=1.0)
+
+    def _reject(self, trial: Any, found: int | None) -> None:
+        """Answer an ask of the sampler that nothing will come of."""
+        config = TEMPLATES[self.legal.template](**trial.params)
+        reason = "tried before"
+        if found is None:
+            broken = space.why_illegal(config, self.legal.problem, self.legal.device)
+            reason = broken or "not in the legal set"
+        self._study.tell(trial, self._penalty())
+        self._keep(trial.params, str(config), Rejected(kind="illegal", reason=reason))
+
+    def _keep(self, parameters: dict[str, Any], name: str, outcome: Outcome) -> None:
+        if self._kept is None:
+            return
+        measured = isinstance(outcome, Measured)
+        kind = {"kind": "measured"} if measured else {}
+        self._kept.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.COMPLETE if measured else TrialState.FAIL,
+                value=outcome.time_us if isinstance(outcome, Measured) else None,
+                params=parameters,
+                distributions=self._distributions,
+                user_attrs={"config": name} | kind | outcome.model_dump(),
+            )
+        )
+
+    def _load(self) -> list[tuple[int, Outcome]]:
+        """The trials of the kept study that are points of the legal set."""
+        found: list[tuple[int, Outcome]] = []
+        for trial in self._kept.get_trials(deepcopy=False) if self._kept is not None else ():
+            row = self.legal.find(trial.params)
+            fields = {k: v for k, v in trial.user_attrs.items() if k != "config"}
+            if row is None or fields.get("kind") == "illegal":
+                continue
+            if trial.state == TrialState.COMPLETE:
+                found.append((row, Measured(**{k: v for k, v in fields.items() if k != "kind"})))
+            else:
+                found.append((row, Rejected(**fields)))
+        return found
+
+
+def _time(tried: Tried) -> float:
+    return tried.outcome.time_us if isinstance(tried.outcome, Measured) else float("inf")
+
+
+def _keep(name: str, storage: Any, resume: bool) -> tuple[str, Any]:
+    """The kept study: the last one of that name to go on with, or a new one under a free name."""
+    if storage is None:
+        return name, None
+    taken = set(optuna.get_all_study_names(storage))
+    number = 1
+    while f"{name} #{number + 1}" in taken:
+        number += 1
+    last = f"{name} #{number}" if number > 1 else name
+    if name in taken and not resume:
+        last = f"{name} #{number + 1}"
+    return last, optuna.create_study(study_name=last, storage=storage, load_if_exists=True)
+
+
+def _sampler(name: str, seed: int) -> Any:
+    """Optuna's sampler of that name.
+
+    Raises:
+        ArgumentError: for an unknown name.
+        MissingDependencyError: if it needs a package that is not installed.
+    """
+    make: dict[str, Callable[[], Any]] = {
+        # Spelled out, since Optuna 5 changed the defaults.
+        "tpe": lambda: optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=False, constant_liar=True
+        ),
+        "random": lambda: optuna.samplers.RandomSampler(seed=seed),
+        "brute-force": lambda: optuna.samplers.RandomSampler(seed=seed),
+        "gp": lambda: optuna.samplers.GPSampler(seed=seed),
+        "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=seed),
+        "qmc": lambda: optuna.samplers.QMCSampler(seed=seed, warn_independent_sampling=False),
+    }
+    if name not in make:
+        raise ArgumentError(f"unknown sampler {name!r}: allowed are {', '.join(SAMPLERS)}")
+    with warnings.catch_warnings():
+        # Options that Optuna calls experimental; the versions that fagen takes all have them.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        try:
+            return make[name]()
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the sampler {name!r} needs more packages: {error}"
+            ) from None
+
+
+# ---- the loop ----
+
+Results = Generator[tuple[AnyConfig, Sequence[Outcome]], None, None]
+Evaluate = Callable[[Iterator[AnyConfig]], Results]
+
+
+def search(
+    studies: Sequence[Study],
+    evaluate: Evaluate,
+    *,
+    trials: int,
+    budget_s: float | None = None,
+    on_outcome: Callable[[Study, Tried], None] | None = None,
+) -> bool:
+    """Runs studies side by side on the same candidates, each asking in turn.
+
+    Args:
+        evaluate: takes configs from an iterator, as far ahead as it likes (to compile them),
+            and yields each with its outcomes, one per study, in any order.
+        trials: configs that have to pass the static filter, per study, those of the runs before
+            included. The whole legal set is tried where it is no larger.
+        budget_s: seconds after which nothing more is asked or waited for.
+        on_outcome: called after each outcome.
+
+    Returns:
+        False if Ctrl-C ended it: the studies hold what was known by then.
+    """
+    deadline = time.monotonic() + (float("inf") if budget_s is None else budget_s)
+    most = ASKS_PER_TRIAL * trials
+    for study in studies:
+        if len(study.legal) <= trials:
+            study.walk_all()
+
+    def open_studies() -> list[Study]:
+        return [
+            study
+            for study in studies
+            if not study.exhausted and study.on_gpu < trials and study.asked < most
+        ]
+
+    asked = 0
+
+    def configs() -> Iterator[AnyConfig]:
+        nonlocal asked
+        while time.monotonic() < deadline and (asking := open_studies()):
+            config = asking[asked % len(asking)].ask()
+            assert config is not None, "an exhausted study was asked"
+            asked += 1
+            for study in studies:
+                study.claim(config)
+            yield config
+
+    try:
+        round_started_with = -1
+        while asked != round_started_with:  # again, for those that fell to the static filter
+            round_started_with = asked
+            with closing(evaluate(configs())) as results:
+                for config, outcomes in results:
+                    for study, outcome in zip(studies, outcomes, strict=True):
+                        if study.tell(config, outcome) and on_outcome is not None:
+                            on_outcome(study, study.tried[-1])
+                    if time.monotonic() >= deadline:
+                        break
+    except KeyboardInterrupt:
+        return False
+    finally:
+        for study in studies:
+            study.release()
+    return True
