@@ -1,0 +1,144 @@
+"""The barriers of the Hopper kernel, tried by random sleeps around every one of them.
+
+racecheck does not see what TMA writes. Here each synchronising instruction and each TMA issue of
+the rendered text is preceded by a sleep of random length: a kernel whose barriers suffice gives
+the same bits every time, and one with a barrier taken out does not.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fagen.config import Sm90Forward
+from fagen.problem import Problem
+from fagen.render import kernel_name, render
+
+if TYPE_CHECKING:
+    from fagen.launch import LoadedKernel
+
+JITTERED = (
+    "mbarrier_wait",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect",
+    "tma_load",
+    "tma_store",
+    "wgmma_fence",
+    "wgmma_commit",
+    "barrier_sync",
+    "barrier_arrive",
+)
+# Up to 4 us, decided by the clock: the same for all lanes that run together.
+JITTER = """
+DEVICE void jitter() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
+  x = (x ^ (threadIdx.x / 32 * 0x9e3779b9u) ^ (blockIdx.x * 0x85ebca6bu)) * 0xc2b2ae35u;
+  x ^= x >> 15;
+  if (x % 4 == 0) __nanosleep(x >> 20);
+}
+"""
+CONFIGS = {
+    "ping-pong": Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2),
+    "three turns": Sm90Forward(
+        block_m=192, block_n=64, block_k=32, stages=3, producer_registers=32, persistent=True
+    ),
+    "serial": Sm90Forward(
+        block_m=128, block_n=48, block_k=64, stages=1, overlap=False, persistent=True
+    ),
+    "P in shared memory": Sm90Forward(
+        block_m=128, block_n=64, block_k=64, stages=2, p_in_smem=True, producer_registers=0
+    ),
+}
+PROBLEM = Problem(dtype="bf16", head_dim=64, causal=True)
+
+
+def with_jitter(source: str) -> str:
+    """The text with a random sleep at the start of every synchronising function."""
+    source = source.replace("DEVICE u32 shared_address", f"{JITTER}\nDEVICE u32 shared_address", 1)
+    pattern = rf"(DEVICE void (?:{'|'.join(JITTERED)})\([^)]*\) {{)"
+    source, count = re.subn(pattern, r"\1 jitter();", source)
+    assert count == len(JITTERED), f"{count} of {len(JITTERED)} functions found"
+    return source
+
+
+def without(source: str, line: str) -> str:
+    """The text with one statement taken out."""
+    assert source.count(line) == 1, f"{line!r} is there {source.count(line)} times"
+    return source.replace(line, "")
+
+
+def load(source: str, config: Sm90Forward) -> LoadedKernel:
+    from fagen.compile import compile_source
+    from fagen.driver import query_device
+    from fagen.launch import LoadedKernel
+
+    arch = query_device(0).arch
+    if "forward_sm90" not in arch.templates:
+        pytest.skip(f"forward_sm90 does not run on {arch.name}")
+    return LoadedKernel(compile_source(source, arch, kernel_name(PROBLEM)), PROBLEM, config)
+
+
+def differing_runs(kernel: LoadedKernel, runs: int) -> int:
+    """Of so many runs on the same input, those whose bits differ from a kernel without jitter."""
+    import cupy
+    import numpy as np
+
+    from fagen.launch import TensorView
+
+    config = kernel.config
+    assert isinstance(config, Sm90Forward)
+    shape = (2, 700, 8, PROBLEM.head_dim)
+    strides = (700 * 8 * 64, 8 * 64, 64)
+    rng = np.random.default_rng(0)
+
+    def view(array: cupy.ndarray) -> TensorView:
+        return TensorView(array.data.ptr, shape, strides)
+
+    def bf16(values: np.ndarray) -> cupy.ndarray:
+        return cupy.asarray((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+    q, k, v = (bf16(rng.standard_normal(shape)) for _ in range(3))
+
+    def run(candidate: LoadedKernel) -> cupy.ndarray:
+        out = cupy.full(shape, 0xFFFF, dtype=cupy.uint16)
+        stream = cupy.cuda.get_current_stream().ptr
+        candidate.launch(
+            view(q), view(k), view(v), view(out), 0, 0.125, device_index=0, stream=stream
+        )
+        return out
+
+    expected = run(load(render(PROBLEM, config), config))
+    return sum(not bool((run(kernel) == expected).all()) for _ in range(runs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_bits_do_not_depend_on_timing(config: Sm90Forward) -> None:
+    assert differing_runs(load(with_jitter(render(PROBLEM, config)), config), runs=200) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "barrier",
+    [
+        "mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);",
+        "mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);",
+    ],
+    ids=["V full", "K full"],
+)
+def test_a_missing_barrier_shows(barrier: str) -> None:
+    config = CONFIGS["ping-pong"]
+    source = with_jitter(without(render(PROBLEM, config), barrier))
+    assert differing_runs(load(source, config), runs=20) > 0
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_jittered_text_compiles(config: Sm90Forward) -> None:
+    from fagen.compile import compile_source
+    from fagen.device import architecture
+
+    source = with_jitter(render(PROBLEM, config))
+    compile_source(source, architecture("sm90"), kernel_name(PROBLEM), cached=False)
