@@ -1,0 +1,41 @@
+# The daily habits. `make` alone lists them.
+.DEFAULT_GOAL := help
+CUDA ?= cuda13
+.PHONY: help setup test fast gpu lint format types check golden bench all
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup:  ## install fagen and the tools into the active environment (CUDA=cuda12 for CUDA 12)
+	pip install -e ".[$(CUDA),dev]"
+
+test:  ## every test that this machine can run
+	pytest
+
+fast:  ## the tests of a change in progress: no GPU, no compiling by the hundred
+	pytest -m "not gpu and not slow"
+
+gpu:  ## the tests that need a device
+	pytest -m gpu
+
+lint:  ## style, without changing anything
+	ruff check .
+	ruff format --check .
+
+format:  ## fix the style
+	ruff check --fix .
+	ruff format .
+
+types:  ## mypy --strict
+	mypy
+
+check:  ## compile and judge every stored record and a sample of each space
+	fagen check
+
+golden:  ## rewrite tests/golden after a template changed; read the diff
+	pytest tests/test_emit.py --update-golden
+
+bench:  ## measure against the peers and rewrite the README's table
+	fagen bench --json benchmarks/results/h200.json --readme README.md
+
+all: lint types test  ## what has to pass before a change lands

@@ -1,0 +1,275 @@
+"""Is the space sound, and are the records? What `fagen check` reports.
+
+Without a device: how many points of each space every rule removes, whether a sample of the legal
+ones compiles, and whether each stored record is legal, compiles and is free of spills and of
+serialised wgmma. With one: also the verdict on every record's kernel.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from fagen import config as arithmetic
+from fagen.device import Architecture, Device, typical_device
+from fagen.errors import CompileError
+from fagen.problem import DTYPES, Problem
+from fagen.space import RULES, AnyConfig, axes, legal_configs, why_illegal
+
+if TYPE_CHECKING:
+    from fagen.compile import Compiled
+    from fagen.store import Record
+
+HEAD_DIMS = (64, 128, 256)
+Job = tuple[Problem, AnyConfig]
+Progress = Callable[[int, int], None]  # kernels compiled, of how many
+
+
+class SpaceReport(BaseModel):
+    """The size of one template's space for one head dim on one card.
+
+    Attributes:
+        points: configs before any rule.
+        rejections: points that each rule removes, by the rule's name.
+        legal: configs that pass every rule.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    template: str
+    head_dim: int
+    device: str
+    points: int
+    rejections: dict[str, int]
+    legal: int
+
+
+class SampleReport(BaseModel):
+    """What the compiler said about legal configs.
+
+    Attributes:
+        compiled: configs that were compiled.
+        refused: one line for each that the compiler did not accept, which is a fault of fagen.
+        slow: how many it accepted but warned about (spills, serialised wgmma), by reason; the
+            search refuses these.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compiled: int
+    refused: tuple[str, ...] = ()
+    slow: dict[str, int] = {}
+
+
+class RecordReport(BaseModel):
+    """What became of one stored record.
+
+    Attributes:
+        record: which one: its problem, bucket and device.
+        kind: "measured" or "predicted".
+        config: its config in one line.
+        fault: what is wrong with it, or None.
+        registers: per thread, as compiled.
+        smem_bytes: dynamic shared memory of a block.
+        verified: whether its kernel ran here and was right; None where no device of its
+            architecture is present.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    record: str
+    kind: str
+    config: str
+    fault: str | None = None
+    registers: int | None = None
+    smem_bytes: int | None = None
+    verified: bool | None = None
+
+
+class Report(BaseModel):
+    """Everything that `check` found about one architecture."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arch: str
+    spaces: tuple[SpaceReport, ...]
+    sample: SampleReport
+    records: tuple[RecordReport, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the compiler accepted every sampled config and no record has a fault."""
+        return not self.sample.refused and all(record.fault is None for record in self.records)
+
+
+def _free_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
+    """The axes that no rule reads: every legal point is legal with each of their values."""
+    read = {axis for rule in RULES[template] for axis in rule.axes}
+    return {name: v for name, v in axes(template, problem).items() if name not in read}
+
+
+def _legal_core(
+    template: str, problem: Problem, device: Device, rejections: Counter[str] | None = None
+) -> tuple[list[AnyConfig], dict[str, tuple[Any, ...]]]:
+    """The legal configs with each free axis at its first value, and the free axes."""
+    free = _free_axes(template, problem)
+    first = {name: values[0] for name, values in free.items()}
+    core = legal_configs(template, problem, device, fixed=first, rejections=rejections)
+    return list(core), free
+
+
+def measure_space(template: str, problem: Problem, device: Device) -> SpaceReport:
+    """Count what each rule removes from a template's space."""
+    rejections: Counter[str] = Counter()
+    core, free = _legal_core(template, problem, device, rejections)
+    copies = math.prod(len(values) for values in free.values())
+    return SpaceReport(
+        template=template,
+        head_dim=problem.head_dim,
+        device=device.name,
+        points=math.prod(len(values) for values in axes(template, problem).values()),
+        rejections={rule: copies * count for rule, count in rejections.most_common()},
+        legal=copies * len(core),
+    )
+
+
+def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
+    """About `count` distinct legal (problem, config) pairs, spread over templates and head dims."""
+    dice = random.Random(seed)
+    jobs: set[Job] = set()
+    spaces = [(t, head_dim) for t in device.arch.templates for head_dim in HEAD_DIMS]
+    for index, (template, head_dim) in enumerate(spaces):
+        problem = Problem(dtype="bf16", head_dim=head_dim)
+        core, free = _legal_core(template, problem, device)
+        share = count * (index + 1) // len(spaces) - count * index // len(spaces)
+        for config in dice.sample(core, min(share, len(core))):
+            question = problem.model_copy(
+                update={"dtype": dice.choice(DTYPES), "causal": dice.random() < 0.5}
+            )
+            draw = {name: dice.choice(values) for name, values in free.items()}
+            jobs.add((question, config.model_copy(update=draw)))
+    return sorted(jobs, key=str)
+
+
+def whole_space(device: Device) -> list[Job]:
+    """Every legal (problem, config) pair of bf16 at the standard head dims: hundreds of
+    thousands, hours of compiling.
+    """
+    problems = [
+        Problem(dtype="bf16", head_dim=head_dim, causal=causal)
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+    ]
+    return [
+        (problem, config)
+        for problem in problems
+        for template in device.arch.templates
+        for config in legal_configs(template, problem, device)
+    ]
+
+
+def _compile_all(
+    jobs: Sequence[Job], arch: Architecture, progress: Progress
+) -> dict[Job, Compiled | CompileError]:
+    from fagen.compile import compile_many
+
+    results: dict[Job, Compiled | CompileError] = {}
+    for problem, config, result in compile_many(jobs, arch):
+        results[problem, config] = result
+        progress(len(results), len(jobs))
+    return results
+
+
+def _judge_sample(results: dict[Job, Compiled | CompileError]) -> SampleReport:
+    refused = []
+    slow: Counter[str] = Counter()
+    for (problem, config), result in results.items():
+        if isinstance(result, CompileError):
+            refused.append(f"{problem} {config}: {str(result).splitlines()[0]}")
+        elif reason := result.resources.why_bad():
+            slow[re.sub(r"\d+", "N", reason.partition(":")[0])] += 1
+    return SampleReport(compiled=len(results), refused=tuple(refused), slow=dict(slow))
+
+
+def _judge_record(
+    record: Record, device: Device, result: Compiled | CompileError | None, index: int | None
+) -> RecordReport:
+    """Judge one record; `index` is the CUDA device to verify it on, or None."""
+    verified = None
+    fault = why_illegal(record.config, record.problem, device)
+    if fault is None and isinstance(result, CompileError):
+        fault = f"does not compile: {str(result).splitlines()[0]}"
+    compiled = None if result is None or isinstance(result, CompileError) else result
+    if fault is None and compiled is not None:
+        fault = compiled.resources.why_bad()
+        if index is not None:
+            from fagen.launch import LoadedKernel
+            from fagen.verify import verify
+
+            verdict = verify(
+                LoadedKernel(compiled, record.problem, record.config), device_index=index
+            )
+            verified = verdict.ok
+            fault = fault or (None if verdict.ok else f"wrong result: {verdict.reason}")
+    return RecordReport(
+        record=f"{record.problem} {record.bucket} {record.device.key}",
+        kind=record.result.kind,
+        config=str(record.config),
+        fault=fault,
+        registers=compiled.resources.registers if compiled else None,
+        smem_bytes=arithmetic.smem_bytes(record.config, record.problem) if compiled else None,
+        verified=verified,
+    )
+
+
+def check(
+    arch: Architecture,
+    records: Iterable[Record],
+    *,
+    sample: int = 24,
+    everything: bool = False,
+    device: Device | None = None,
+    device_index: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Check one architecture's spaces and stored records.
+
+    Args:
+        records: the stored ones; those of another architecture are left out.
+        sample: how many legal configs to compile.
+        everything: compile all of them instead.
+        device: the card whose limits apply; a typical one of the architecture if None.
+        device_index: the CUDA device to run the records' kernels on; None runs nothing.
+        progress: called with (compiled, of how many) after every kernel.
+    """
+    device = device or typical_device(arch)
+    spaces = tuple(
+        measure_space(template, Problem(dtype="bf16", head_dim=head_dim), device)
+        for template in arch.templates
+        for head_dim in HEAD_DIMS
+    )
+    sampled = whole_space(device) if everything else sample_space(device, sample)
+    mine = [record for record in records if record.device.arch == arch.name]
+    wanted = [
+        (record.problem, record.config)
+        for record in mine
+        if why_illegal(record.config, record.problem, device) is None
+    ]
+    results = _compile_all(list(dict.fromkeys([*sampled, *wanted])), arch, progress)
+    return Report(
+        arch=arch.name,
+        spaces=spaces,
+        sample=_judge_sample({job: results[job] for job in sampled}),
+        records=tuple(
+            _judge_record(
+                record, device, results.get((record.problem, record.config)), device_index
+            )
+            for record in mine
+        ),
+    )

@@ -1,0 +1,594 @@
+"""The command line: a thin skin, where each command calls a room.
+
+Rooms are imported inside the commands, so that `fagen --help` is quick. Every `FagenError` and
+every usage error becomes one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from fagen.errors import ArgumentError, ConfigError, DeviceError, FagenError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fagen.check import Report
+    from fagen.device import Device
+    from fagen.problem import Problem, Shape
+    from fagen.space import AnyConfig
+    from fagen.store import Store
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+PIPE_WIDTH = 240  # columns of a table that no terminal shows
+
+# One worked example per command; the help shows them, and the tests parse them.
+EXAMPLES = {
+    "tune": "fagen tune --arch sm90 --dtype bf16 --head-dim 128 --causal --budget 5m",
+    "emit": "fagen emit --arch sm90 --dtype bf16 --head-dim 128 --causal -o out/",
+    "list": "fagen list --json",
+    "explain": "fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",
+    "bench": "fagen bench --head-dim 128 --against fa3,cudnn --json results.json",
+    "check": "fagen check --arch sm90 --sample 300",
+    "doctor": "fagen doctor",
+    "cache path": "fagen cache path",
+    "cache clear": "fagen cache clear",
+}
+
+app = typer.Typer(
+    name="fagen",
+    help="FlashAttention kernels, written for your GPU by search.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+cache_app = typer.Typer(help="The folder of compiled kernels.")
+app.add_typer(cache_app, name="cache")
+
+# ClickException, which typer brings along under another name in each of its versions.
+_UsageError: type[Any] = typer.BadParameter.__mro__[2]
+
+Arch = Annotated[
+    str | None, typer.Option(help="Architecture, such as sm90. Default: the card that is present.")
+]
+DtypeName = Annotated[str | None, typer.Option(help="fp16 or bf16.")]
+HeadDim = Annotated[int | None, typer.Option(help="Head dim: a multiple of 8 from 8 to 256.")]
+Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="The mask.")]
+Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.")]
+Heads = Annotated[int | None, typer.Option(help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option(help="Key/value heads (GQA); --heads if left out.")]
+DeviceIndex = Annotated[int, typer.Option("--device", help="CUDA device number.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Read tuned configs from this YAML file only.", metavar="FILE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _example(command: str) -> str:
+    return f"Example: `{EXAMPLES[command]}`"
+
+
+# ---- flags -> values ----
+
+
+def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
+    from pydantic import ValidationError
+
+    from fagen.config import one_line
+    from fagen.problem import Problem
+
+    try:
+        return Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
+    except ValidationError as error:
+        raise ArgumentError(
+            f"{one_line(error)}; allowed: dtype fp16, bf16; head_dim a multiple of 8 from 8 to 256"
+        ) from None
+
+
+def _shape(seqlen_q: int, seqlen_k: int, batch: int, heads_q: int, heads_kv: int) -> Shape:
+    from pydantic import ValidationError
+
+    from fagen.config import one_line
+    from fagen.problem import Shape
+
+    try:
+        return Shape(
+            batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_kv=heads_kv
+        )
+    except ValidationError as error:
+        raise ArgumentError(one_line(error)) from None
+
+
+def _integers(text: str, flag: str) -> list[int]:
+    """The numbers of a comma-separated list such as "512,2048"."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ArgumentError(f"{flag} {text!r}: want positive numbers with commas, as 512,2048,8192")
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    """The seconds of "90", "90s", "5m" or "1.5h"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ArgumentError(f"--budget {text!r}: want a time such as 90s, 5m or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _present_devices() -> list[Device]:
+    """Every CUDA device of this machine; none where there is no driver."""
+    from fagen import driver
+
+    try:
+        return [driver.query_device(index) for index in range(driver.device_count())]
+    except DeviceError:
+        return []
+
+
+def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | None]:
+    """The card to work for, and its number where it is present (None: it stands in).
+
+    Raises:
+        ArgumentError: for an unknown architecture, or a device that is not there.
+        DeviceError: if there is neither a card nor an `arch`.
+    """
+    from fagen.device import architecture, typical_device
+
+    wanted = architecture(arch) if arch else None
+    present = _present_devices()
+    if index is not None and index >= len(present):
+        raise ArgumentError(f"--device {index}: this machine has {len(present)} CUDA device(s)")
+    for number, card in enumerate(present):
+        if (index is None or number == index) and (wanted is None or card.arch == wanted):
+            return card, number
+    if wanted is None:
+        raise DeviceError("no CUDA device here: name an architecture, as --arch sm90")
+    return typical_device(wanted), None
+
+
+def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
+    """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
+    from fagen.config import TEMPLATES, parse_config
+    from fagen.space import default_config, why_illegal
+
+    values = dict(word.partition("=")[::2] for word in words)
+    template = values.get("template", base.template)
+    if template not in TEMPLATES:
+        raise ArgumentError(f"--set template={template}: allowed are {', '.join(TEMPLATES)}")
+    if template != base.template:
+        base = default_config(problem, device, template)
+    unknown = [name for name in values if name not in TEMPLATES[template].model_fields]
+    if unknown:
+        raise ArgumentError(
+            f"--set {unknown[0]}: no axis of {template}; its axes are "
+            f"{', '.join(TEMPLATES[template].axis_names())}"
+        )
+    config = parse_config(base.model_dump() | values)
+    reason = why_illegal(config, problem, device)
+    if reason:
+        raise ConfigError(f"{config} is illegal for {problem} on {device.name}: {reason}")
+    return config
+
+
+def _store(ctx: typer.Context, config: Path | None) -> Store:
+    """The records of --config (given before or after the command), or the usual ones."""
+    from fagen.store import Store
+
+    return Store.open(config or ctx.find_root().params.get("config"))
+
+
+# ---- values -> text ----
+
+
+def _console(file: TextIO | None = None) -> Console:
+    from rich.console import Console
+
+    file = file or sys.stdout
+    return Console(file=file, width=None if file.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*columns, title=title or None, box=SIMPLE_HEAD, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    _console().print(table)
+
+
+# ---- commands ----
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import fagen
+
+        print(f"fagen {fagen.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    config: ConfigFile = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=_example("emit"))
+def emit(
+    ctx: typer.Context,
+    out: Annotated[str, typer.Option("-o", "--out", help="A folder, or - to print the kernel.")],
+    arch: Arch = None,
+    dtype: DtypeName = None,
+    head_dim: HeadDim = None,
+    causal: Causal = None,
+    seqlen: Annotated[int, typer.Option(help="Which of a problem's configs to take.")] = 4096,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    axes: Annotated[
+        list[str] | None, typer.Option("--set", help="Another value of an axis, as block_m=128.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="cu, ptx or cubin.")] = "cu",
+    config: ConfigFile = None,
+) -> None:
+    """Write a kernel as files that need no Python: the kernel, a launcher, a self-check.
+
+    With only --arch: every tuned kernel of that architecture.
+    """
+    from fagen import emit as room
+    from fagen.dispatch import choose
+
+    device, _ = _device(arch)
+    store = _store(ctx, config)
+    if dtype is None and head_dim is None and causal is None:
+        if axes:
+            raise ArgumentError("--set wants one problem: give --dtype and --head-dim too")
+        records = [record for file in store.files(device.arch.name) for record in file.records]
+        files = room.emit_all(device.arch, records, format=format)
+    else:
+        if dtype is None or head_dim is None:
+            raise ArgumentError("one problem takes both --dtype and --head-dim")
+        problem = _problem(dtype, head_dim, bool(causal))
+        shape = _default_shape(problem, seqlen, seqlen, batch, heads, kv_heads)
+        choice = choose(problem, shape, device, store=store)
+        answer, record = choice.config, choice.record
+        if axes:
+            answer, record = _override(answer, axes, problem, device), None
+        files = room.emit(problem, answer, device.arch, record=record, format=format)
+    if out == "-":
+        _print_kernel(files)
+        return
+    for path in room.write(files, Path(out)):
+        print(path)
+
+
+def _default_shape(
+    problem: Problem,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch: int | None,
+    heads: int | None,
+    kv_heads: int | None,
+) -> Shape:
+    """The shape of these flags; what is left out is filled up to 16k tokens of hidden size 2048."""
+    heads = max(2048 // problem.head_dim, 1) if heads is None else heads
+    batch = max(16384 // max(seqlen_q, 1), 1) if batch is None else batch
+    return _shape(seqlen_q, seqlen_k, batch, heads, heads if kv_heads is None else kv_heads)
+
+
+def _print_kernel(files: dict[str, str | bytes]) -> None:
+    """Print the kernel itself, which is the first of its files."""
+    first, *rest = files
+    stem = first.partition(".")[0]
+    if any(not name.startswith(stem) for name in rest):
+        raise ArgumentError("-o - prints one kernel: give --dtype and --head-dim, or a folder")
+    content = files[first]
+    sys.stdout.buffer.write(content.encode() if isinstance(content, str) else content)
+
+
+@app.command("list", epilog=_example("list"))
+def list_records(
+    ctx: typer.Context,
+    arch: Annotated[str | None, typer.Option(help="Only this architecture.")] = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tuned configs that dispatch may use, your own before the shipped ones."""
+    from fagen.device import architecture
+    from fagen.dispatch import is_stale
+
+    files = _store(ctx, config).files(architecture(arch).name if arch else None)
+    entries = [
+        (file.path, record)
+        for file in files
+        for record in file.records
+        if arch is None or record.device.arch == architecture(arch).name
+    ]
+    if as_json:
+        _print_json(
+            [
+                record.model_dump(mode="json") | {"file": str(path), "stale": is_stale(record)}
+                for path, record in entries
+            ]
+        )
+        return
+    if not entries:
+        print("no tuned configs yet: `fagen tune` finds some")
+        return
+    _print_table(
+        ("problem", "bucket", "device", "kind", "us", "TFLOP/s", "config", "note"),
+        [
+            (
+                record.problem,
+                record.bucket,
+                record.device.key,
+                record.result.kind,
+                f"{record.result.median_us:.1f}",
+                f"{record.result.tflops:.0f}",
+                record.config,
+                "tuned on an older text" if is_stale(record) else "",
+            )
+            for _, record in entries
+        ],
+    )
+    for file in files:
+        for entry in file.skipped:
+            print(f"skipped: {file.path}, line {entry.line}: {entry.reason}", file=sys.stderr)
+
+
+@app.command(epilog=_example("explain"))
+def explain(
+    ctx: typer.Context,
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "bf16",
+    head_dim: Annotated[int, typer.Option(help="A multiple of 8 from 8 to 256.")] = 128,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="The mask.")] = False,
+    seqlen: Annotated[int, typer.Option(help="Queries per sequence.")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(help="Keys; --seqlen if left out.")] = None,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    arch: Arch = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which config a call would run, from which tier of the dispatch order, and why."""
+    from fagen.dispatch import choose
+
+    device, _ = _device(arch)
+    problem = _problem(dtype, head_dim, causal)
+    keys = seqlen if seqlen_k is None else seqlen_k
+    shape = _default_shape(problem, seqlen, keys, batch, heads, kv_heads)
+    choice = choose(problem, shape, device, store=_store(ctx, config))
+    if as_json:
+        _print_json(
+            {
+                "problem": problem.model_dump(),
+                "shape": shape.model_dump(),
+                "device": device.key,
+                "config": choice.config.model_dump(),
+                "tier": int(choice.tier),
+                "tier_name": choice.tier_name,
+                "reason": choice.reason,
+                "stale": choice.stale,
+                "record": choice.record.model_dump(mode="json") if choice.record else None,
+                "file": str(choice.path) if choice.path else None,
+            }
+        )
+        return
+    print(f"shape    {shape}, bucket {shape.bucket()}")
+    print(choice.describe())
+
+
+@app.command(epilog=_example("bench"))
+def bench(
+    ctx: typer.Context,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results there.", metavar="FILE")
+    ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(help="Put the table between this file's markers.", metavar="FILE"),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option("--from", help="Measure nothing: read this JSON.", metavar="FILE"),
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="Peers, of fa3,fa4,cudnn,fa2.")
+    ] = "fa3,fa4,cudnn,fa2",
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "bf16",
+    seqlen: Annotated[
+        str, typer.Option(help="Sequence lengths.")
+    ] = "512,1024,2048,4096,8192,16384",
+    head_dim: Annotated[str, typer.Option(help="Head dims.")] = "64,128,256",
+    device: DeviceIndex = 0,
+    sm80_config: Annotated[
+        Path | None,
+        typer.Option(help="Records of the sm80 template, if another is native.", metavar="FILE"),
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Measure fagen beside FlashAttention-2, -3, -4 and cuDNN, where they are installed."""
+    from fagen import bench as room
+    from fagen.store import Store
+
+    if results:
+        report = room.load_results(results)
+    else:
+        report = room.bench(
+            dtype=dtype,
+            seqlens=_integers(seqlen, "--seqlen"),
+            head_dims=_integers(head_dim, "--head-dim"),
+            peers=against.split(","),
+            store=_store(ctx, config),
+            sm80_store=Store.open(sm80_config) if sm80_config else None,
+            device_index=device,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if json_file:
+        room.save_results(report, json_file)
+    if readme:
+        room.write_table(report, readme)
+    print(room.markdown(report))
+
+
+@app.command(epilog=_example("check"))
+def check(
+    ctx: typer.Context,
+    arch: Arch = None,
+    sample: Annotated[int, typer.Option(min=0, help="Legal configs to compile.")] = 24,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Compile every legal config: hours.")
+    ] = False,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the space, compile a sample of it, and judge every stored record.
+
+    Where a card of the architecture is present, each record's kernel also runs and is verified.
+    Exit code 1 if anything is wrong.
+    """
+    from rich.progress import Progress
+
+    from fagen import check as room
+
+    device, index = _device(arch)
+    records = [r for file in _store(ctx, config).files(device.arch.name) for r in file.records]
+    with Progress(disable=not sys.stderr.isatty(), console=_console(sys.stderr)) as bar:
+        task = bar.add_task("compiling", total=None)
+        report = room.check(
+            device.arch,
+            records,
+            sample=sample,
+            everything=everything,
+            device=device,
+            device_index=index,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        _print_json(report.model_dump(mode="json") | {"ok": report.ok})
+    else:
+        _print_report(report, verified=index is not None)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _print_report(report: Report, verified: bool) -> None:
+    _print_table(
+        ("template", "head dim", "points", "removed by rule", "legal"),
+        [
+            (
+                space.template,
+                space.head_dim,
+                f"{space.points:,}",
+                ", ".join(f"{rule} {count:,}" for rule, count in space.rejections.items()),
+                f"{space.legal:,}",
+            )
+            for space in report.spaces
+        ],
+        title=f"space on {report.spaces[0].device}, {report.arch}",
+    )
+    sample = report.sample
+    print(f"compiled {sample.compiled} legal configs: {len(sample.refused)} refused", end="")
+    print("".join(f", {count} {reason}" for reason, count in sample.slow.items()))
+    for line in sample.refused:
+        print(f"  refused: {line}")
+    faults = sum(record.fault is not None for record in report.records)
+    how = "compiled and verified" if verified else "compiled (no such card here to run them)"
+    print(f"{len(report.records)} records {how}: {faults} with a fault")
+    for record in report.records:
+        if record.fault:
+            print(f"  {record.record} {record.config}: {record.fault}")
+
+
+@app.command(epilog=_example("doctor"))
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is here, what is missing, and the line that fixes it.
+
+    Exit code 1 if kernels cannot be compiled; a missing GPU is only a warning.
+    """
+    from fagen.doctor import diagnose
+
+    findings = diagnose()
+    if as_json:
+        _print_json([finding.model_dump() for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.status:<5} {finding.what:<10} {finding.found}")
+            if finding.fix:
+                print(f"{'':<16} -> {finding.fix}")
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+@cache_app.command("path", epilog=_example("cache path"))
+def cache_path() -> None:
+    """Print the folder of compiled kernels (FAGEN_CACHE moves it)."""
+    from fagen.compile import cache_folder
+
+    print(cache_folder())
+
+
+@cache_app.command("clear", epilog=_example("cache clear"))
+def cache_clear() -> None:
+    """Remove every compiled kernel; the next call compiles again."""
+    from fagen.compile import clear_cache
+
+    print(f"removed {clear_cache()} compiled kernels")
+
+
+# ---- entry ----
+
+
+def _complain(message: str) -> int:
+    print("fagen: " + " ".join(message.split()), file=sys.stderr)
+    return USAGE_ERROR
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code.
+
+    Args:
+        argv: the words after "fagen"; those of the process if None.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = app(args=words or ["--help"], prog_name="fagen", standalone_mode=False)
+        sys.stdout.flush()
+    except FagenError as error:
+        return _complain(str(error))
+    except _UsageError as error:
+        where = error.ctx.command_path if getattr(error, "ctx", None) else "fagen"
+        return _complain(f"{error.format_message()} (`{where} --help` shows what is allowed)")
+    except BrokenPipeError:  # `fagen list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
