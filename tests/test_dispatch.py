@@ -140,13 +140,12 @@ def test_a_narrow_problem_takes_the_default_of_the_sm80_class(choose_from: Choos
 
 
 def test_of_other_devices_the_most_similar_counts(choose_from: ChooseFrom) -> None:
-    pcie = KNOWN_DEVICES["NVIDIA H100 PCIe"]
-    # A record of the right bucket is worth more than one of a similar device.
+    pcie = KNOWN_DEVICES["NVIDIA H100 PCIe"]  # its SM count is nearer to the H20's
     choice = choose_from(
-        make_record(sm90(64), device=H20), make_record(sm90(80), 512, device=H100), device=pcie
+        make_record(sm90(80), device=H100), make_record(sm90(64), 512, device=pcie), device=H20
     )
-    assert choice.config.block_n == 64
-    choice = choose_from(make_record(sm90(96), device=H100), device=pcie)  # added to the same file
+    assert choice.config.block_n == 80  # the right bucket is worth more
+    choice = choose_from(make_record(sm90(96), device=pcie), device=H20)  # added to the same file
     assert choice.config.block_n == 96
 
 
