@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fagen.device import Device
 from fagen.errors import ConfigError
-from fagen.problem import Bucket, Problem, Shape
+from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
 from fagen.render import render
 from fagen.space import AnyConfig, default_config, why_illegal
 from fagen.store import Entry, Record, Store, digest
@@ -93,6 +93,8 @@ class Choice:
             "tier": f"{self.tier:d} of {len(Tier)}, {self.tier_name}",
             "because": self.reason,
         }
+        if self.problem.alignment < WIDE_ALIGNMENT:
+            lines["loads"] = f"narrow: a base or stride is no multiple of {WIDE_ALIGNMENT} bytes"
         if self.record:
             made = self.record.provenance
             lines["record"] = f"{made.date}, fagen {made.fagen}, NVRTC {made.nvrtc}"

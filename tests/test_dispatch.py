@@ -137,6 +137,7 @@ def test_a_narrow_problem_takes_the_default_of_the_sm80_class(choose_from: Choos
     choice = choose_from(EXACT, problem=narrow)
     assert choice.tier is Tier.DEFAULT
     assert isinstance(choice.config, Sm80Forward)
+    assert "narrow" in choice.describe().replace(str(narrow), "")
 
 
 def test_of_other_devices_the_most_similar_counts(choose_from: ChooseFrom) -> None:
