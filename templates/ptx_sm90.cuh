@@ -2,6 +2,13 @@
 #pragma once
 #include "ptx.cuh"
 
+// `nvcc -arch=sm_90a` compiles for plain sm_90 as well, which has neither wgmma nor setmaxnreg.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;
+#endif
+
 // What cuTensorMapEncodeTiled fills; cuda.h is not to be had under NVRTC.
 struct alignas(128) TensorMap {
   u64 opaque[16];
