@@ -71,19 +71,20 @@ DEVICE void copy_async_wait() {
 
 // ---- warp-level matrices: ldmatrix and mma.sync ----
 
-// Four 8x8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
-DEVICE void load_matrix_x4(u32 (&fragment)[4], const void* row) {
+// Four 8x8 matrices of 16-bit numbers; lane i gives the shared-memory address of row i % 8 of
+// matrix i / 8.
+DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
 // The same, each matrix transposed on the way.
-DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], const void* row) {
+DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 

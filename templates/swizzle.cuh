@@ -14,4 +14,12 @@ struct SwizzledTile {
     const int unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
     return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
   }
+
+  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
+  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
+  // `address` has, and the tile lies at a multiple of the swizzle span.
+  DEVICE static u32 moved(u32 address, int rows, int columns) {
+    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
+    return (address ^ columns % kChunk * 2) + elements * 2;
+  }
 };
