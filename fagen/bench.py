@@ -190,7 +190,9 @@ def _on_stream(call: Callable[[], Any], device_index: int) -> Call:
     import torch
 
     def on_stream(stream: int) -> Any:
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device_index)):
+        # ExternalStream(0) would be a new stream, not the default one.
+        external = torch.cuda.ExternalStream(stream, device=device_index) if stream else None
+        with torch.cuda.stream(external):
             result = call()
         return result[0] if isinstance(result, tuple) else result
 
@@ -247,6 +249,15 @@ PACKAGES = {"fa3": "tokenspeed-fa3", "fa4": "flash-attn-4", "cudnn": "torch", "f
 PEER_ERRORS = (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError)
 
 
+def _empty_like(array: Any) -> Any:
+    if hasattr(array, "new_empty"):  # torch
+        return array.new_empty(array.shape)
+    import cupy
+
+    with array.device:
+        return cupy.empty_like(array)
+
+
 def _view(array: Any) -> TensorView:
     from fagen.launch import TensorView
 
@@ -264,7 +275,7 @@ def _own(x: Inputs, config: AnyConfig) -> Call:
 
     arch = driver.query_device(x.device_index).arch
     kernel = LoadedKernel(compile_kernel(x.problem, config, arch), x.problem, config)
-    out = x.q * 0  # a new array of the same kind
+    out = _empty_like(x.q)
     q, k, v, o = (_view(array) for array in (x.q, x.k, x.v, out))
     scale = 1 / math.sqrt(x.problem.head_dim)
 
@@ -299,9 +310,9 @@ class _Sample:
 
     def why_wrong(self, out: Any) -> str | None:
         """Why an output cannot be right, or None."""
-        head = out[self.batch, :, self.head]
-        host = head.float().cpu().numpy() if hasattr(head, "cpu") else head.get()
-        error = np.abs(host[self.rows].astype(np.float64) - self.out)
+        sequence = out[self.batch]
+        host = sequence.float().cpu().numpy() if hasattr(sequence, "cpu") else sequence.get()
+        error = np.abs(host[self.rows, self.head].astype(np.float64) - self.out)
         excess = np.where(np.isfinite(error), error / self.allowed, np.inf).max()
         return f"wrong: off by {excess:.1f} times what rounding allows" if excess > 1 else None
 

@@ -556,7 +556,7 @@ def cache_clear() -> None:
     """Remove every compiled kernel; the next call compiles again."""
     from fagen.compile import clear_cache
 
-    print(f"removed {clear_cache()} compiled kernels")
+    print(f"freed {clear_cache() / 1e6:.1f} MB")
 
 
 # ---- entry ----

@@ -1,0 +1,297 @@
+"""The command line: exit codes, one line for each mistake, JSON, and examples that parse."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from typer.main import get_command
+
+from fagen import __version__, cli, driver
+from fagen.errors import DeviceError
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Fagen = Callable[..., Result]
+
+
+@pytest.fixture
+def fagen(capfd: pytest.CaptureFixture[str]) -> Fagen:
+    """Runs a command line in this process."""
+
+    def run(*words: str) -> Result:
+        code = cli.main(words)
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers on every machine."""
+
+    def none() -> int:
+        raise DeviceError("no usable CUDA driver (a test)")
+
+    monkeypatch.setattr(driver, "device_count", none)
+
+
+EXPLAIN = ("explain", "--arch", "sm90")
+EMIT = ("emit", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "-o", "-")
+TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seqlen", "512")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*EXPLAIN[:1], "--arch", "sm95"), "sm80, sm86, sm89, sm90"),
+        ((*EXPLAIN, "--head-dim", "12"), "multiple of 8"),
+        ((*EXPLAIN, "--head-dim", "512"), "256"),
+        ((*EXPLAIN, "--head-dim", "many"), "integer"),
+        ((*EXPLAIN, "--dtype", "fp64"), "'fp16' or 'bf16'"),
+        ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of heads_kv"),
+        ((*EXPLAIN, "--seqlen", "-1"), "seqlen_q"),
+        ((*EXPLAIN, "--config", "no/such.yaml"), "no/such.yaml"),
+        (("explain",), "--arch"),
+        ((*EMIT, "--set", "block_m=100"), "multiple of 16 (got '100')"),
+        ((*EMIT, "--set", "block_m=144"), "64, 128 or 192"),
+        ((*EMIT, "--set", "block_q=128"), "block_m, block_n, block_k"),
+        ((*EMIT, "--set", "block_m"), "block_m"),
+        ((*EMIT, "--set", "template=forward_sm70"), "forward_sm90"),
+        ((*EMIT, "--format", "elf"), "cu, ptx, cubin"),
+        (("emit", "--arch", "sm90", "--dtype", "bf16", "-o", "-"), "--head-dim"),
+        (("emit", "--arch", "sm90"), "--out"),
+        ((*TUNE, "--budget", "5x"), "90s, 5m or 1h"),
+        ((*TUNE, "--budget", "0m"), "90s, 5m or 1h"),
+        ((*TUNE, "--sampler", "oracle"), "tpe, random"),
+        ((*TUNE, "--seqlen", "512;1024"), "512,2048,8192"),
+        ((*TUNE, "--head-dim", "12"), "multiple of 8"),
+        ((*TUNE, "--device", "3"), "CUDA device"),
+        (("tune",), "--arch"),
+        (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2"),
+        (("bench", "--from", "no.json"), "no.json"),
+        (("bench",), "driver"),
+        (("check", "--arch", "volta"), "sm80"),
+        (("check", "--sample", "-1"), "--sample"),
+        (("list", "--arch", "sm1"), "sm80"),
+        (("lits",), "lits"),
+        (("list", "--jsn"), "--jsn"),
+        (("cache",), "Missing command"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    fagen: Fagen, words: tuple[str, ...], said: str
+) -> None:
+    code, out, err = fagen(*words)
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+def test_a_file_with_a_tag_is_refused_and_runs_nothing(fagen: Fagen, tmp_path: Path) -> None:
+    trap, mark = tmp_path / "trap.yaml", tmp_path / "mark"
+    trap.write_text(f"schema: !!python/object/apply:os.mkdir ['{mark}']\nrecords: []\n")
+    for words in (("list", "--config", str(trap)), ("--config", str(trap), "list")):
+        code, _, err = fagen(*words)
+        assert code == 2
+        assert len(err.splitlines()) == 1
+        assert "tag" in err
+    assert not mark.exists()
+
+
+# ---- help ----
+
+
+def commands() -> dict[str, Any]:
+    """Every command by its full name."""
+    root: Any = get_command(cli.app)
+    found = dict(root.commands)
+    groups = {name: command for name, command in found.items() if hasattr(command, "commands")}
+    for name, group in groups.items():
+        del found[name]
+        found |= {f"{name} {leaf}": command for leaf, command in group.commands.items()}
+    return found
+
+
+def test_every_command_has_an_example() -> None:
+    assert commands().keys() == cli.EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", cli.EXAMPLES)
+def test_the_example_stands_in_the_help_and_parses(fagen: Fagen, name: str) -> None:
+    example = cli.EXAMPLES[name]
+    shown = fagen(*name.split(), "--help")
+    assert shown.code == 0
+    assert example in re.sub(r"\s+", " ", shown.out)
+    words = shlex.split(example)[1 + len(name.split()) :]
+    commands()[name].make_context(name, words)  # raises what a user would see
+
+
+def test_the_contract_of_the_flags() -> None:
+    """Names that scripts rely on."""
+    wanted = {
+        "tune": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
+        " --kv-heads --trials --budget --sampler --seed --device --storage --resume --out",
+        "emit": "--arch --dtype --head-dim --causal --no-causal --set --format -o",
+        "list": "--config --json",
+        "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
+        " --kv-heads",
+        "bench": "--json",
+        "check": "--arch",
+        "doctor": "",
+    }
+    for name, flags in wanted.items():
+        there = {
+            flag
+            for parameter in commands()[name].params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert set(flags.split()) <= there, name
+
+
+def test_no_words_is_help_and_version_is_one_line(fagen: Fagen) -> None:
+    assert fagen().code == 0
+    assert fagen("--version").out == f"fagen {__version__}\n"
+
+
+def test_help_imports_no_room() -> None:
+    script = (
+        "import sys; from fagen import cli; cli.main(['--help']);"
+        "print([m for m in ('optuna', 'jinja2', 'cupy', 'torch', 'pydantic', 'numpy')"
+        " if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "[]\n"
+
+
+# ---- answers ----
+
+
+def test_list_of_an_empty_store(fagen: Fagen, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("schema: 1\nrecords: []\n")
+    assert "fagen tune" in fagen("list", "--config", str(empty)).out
+    assert json.loads(fagen("list", "--config", str(empty), "--json").out) == []
+
+
+def test_explain_says_config_and_tier(fagen: Fagen) -> None:
+    words = (*EXPLAIN, "--head-dim", "64", "--causal", "--seqlen", "512")
+    answer = json.loads(fagen(*words, "--json").out)
+    assert answer["problem"]["head_dim"] == 64
+    assert answer["shape"]["seqlen_q"] == answer["shape"]["seqlen_k"] == 512
+    text = fagen(*words).out
+    assert "forward_bf16_d64_causal" in text
+    assert answer["tier_name"] in text
+    assert answer["reason"] in text
+
+
+def test_emit_prints_the_kernel_with_the_axes_that_were_set(fagen: Fagen) -> None:
+    code, out, err = fagen(*EMIT, "--set", "block_n=48", "--set", "ping_pong=false")
+    assert (code, err) == (0, "")
+    assert re.search(r"kBlockN = 48\b", out)
+    assert 'extern "C" __global__' in out
+
+
+def test_emit_of_another_template(fagen: Fagen) -> None:
+    out = fagen(*EMIT, "--set", "template=forward_sm80", "--set", "warps=8").out
+    assert "forward_sm80" in out
+
+
+def test_emit_writes_files(fagen: Fagen, tmp_path: Path) -> None:
+    code, out, _ = fagen(*EMIT[:-1], str(tmp_path / "out"))
+    assert code == 0
+    paths = [Path(line) for line in out.splitlines()]
+    assert {path.suffix for path in paths} >= {".cu", ".h"}
+    assert all(path.read_text() for path in paths)
+
+
+def test_doctor_finds_no_gpu_but_can_compile(fagen: Fagen) -> None:
+    code, out, _ = fagen("doctor", "--json")
+    findings = {finding["what"]: finding for finding in json.loads(out)}
+    assert code == 0
+    assert findings["GPU"]["status"] == "warn"
+    assert findings["NVRTC"]["status"] == "ok"
+    text = fagen("doctor").out
+    assert all(what in text for what in findings)
+
+
+def test_doctor_fails_where_nothing_can_be_compiled(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("FAGEN_CACHE", str(shared))
+    code, out, _ = fagen("doctor", "--json")
+    findings = {finding["what"]: finding for finding in json.loads(out)}
+    assert code == 1
+    assert findings["cache"]["status"] == "fail"
+    assert "FAGEN_CACHE" in findings["cache"]["fix"]
+
+
+def test_check_counts_and_compiles(fagen: Fagen) -> None:
+    code, out, _ = fagen("check", "--arch", "sm90", "--sample", "3", "--json")
+    report = json.loads(out)
+    assert code == (0 if report["ok"] else 1)
+    assert report["sample"]["compiled"] == 3
+    for space in report["spaces"]:
+        assert space["legal"] + sum(space["rejections"].values()) == space["points"]
+
+
+def test_cache_path_and_clear(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FAGEN_CACHE", str(tmp_path / "cache"))
+    assert fagen("cache", "path").out == f"{tmp_path / 'cache'}\n"
+    assert fagen(*EMIT, "--format", "cubin").code == 0
+    assert fagen("cache", "clear").out != "freed 0.0 MB\n"
+    assert fagen("cache", "clear").out == "freed 0.0 MB\n"
+
+
+# ---- signals ----
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.quote(sys.executable)} -m fagen.cli emit --arch sm90 --dtype bf16"
+         " --head-dim 64 -o - | head -1"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+
+
+def test_ctrl_c_is_exit_code_130(fagen: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fagen.doctor.diagnose", interrupted)
+    code, out, err = fagen("doctor")
+    assert code == 130
+    assert "Traceback" not in out + err
+
+
+def test_errors_of_typer_are_known() -> None:
+    """The class that `main` catches is the one that typer's usage errors have as their root."""
+    assert issubclass(typer.BadParameter, cli._UsageError)
+    assert not issubclass(typer.Exit, cli._UsageError)
