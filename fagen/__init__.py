@@ -1,3 +1,86 @@
-"""FlashAttention kernels, written for your GPU by search."""
+"""FlashAttention kernels, written for your GPU by search.
+
+Everything is loaded on first use, so that `import fagen` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fagen.api import Explanation, Kernel, attention, explain, load
+    from fagen.config import Sm80Forward, Sm90Forward
+    from fagen.device import Device
+    from fagen.errors import (
+        ArgumentError,
+        CacheError,
+        CompileError,
+        ConfigError,
+        CudaError,
+        DeviceError,
+        FagenError,
+        MissingDependencyError,
+        StoreError,
+        UnsupportedError,
+    )
+    from fagen.problem import Problem, Shape
+
+__all__ = [
+    "ArgumentError",
+    "CacheError",
+    "CompileError",
+    "ConfigError",
+    "CudaError",
+    "Device",
+    "DeviceError",
+    "Explanation",
+    "FagenError",
+    "Kernel",
+    "MissingDependencyError",
+    "Problem",
+    "Shape",
+    "Sm80Forward",
+    "Sm90Forward",
+    "StoreError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "explain",
+    "load",
+]
+
+_HOMES = {
+    "api": ("Explanation", "Kernel", "attention", "explain", "load"),
+    "config": ("Sm80Forward", "Sm90Forward"),
+    "device": ("Device",),
+    "errors": (
+        "ArgumentError",
+        "CacheError",
+        "CompileError",
+        "ConfigError",
+        "CudaError",
+        "DeviceError",
+        "FagenError",
+        "MissingDependencyError",
+        "StoreError",
+        "UnsupportedError",
+    ),
+    "problem": ("Problem", "Shape"),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fagen' has no attribute {name!r}")
+    value = getattr(import_module(f"fagen.{module}"), name)
+    globals()[name] = value  # the next access costs nothing
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
