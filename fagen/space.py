@@ -28,11 +28,9 @@ def axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
     """
     span = 16 if template == "forward_sm80" else 32
     padded = round_up(problem.head_dim, span)
-    slices = tuple(
-        block_k for block_k in range(span, padded + 1, span) if padded % block_k == 0
-    )
+    slices = tuple(block_k for block_k in range(span, padded + 1, span) if padded % block_k == 0)
     if padded % 64:  # or pad further, to the widest swizzle
-        slices += (64,) if 64 not in slices else ()
+        slices += tuple({64, round_up(problem.head_dim, 64)} - set(slices))
     shared: dict[str, tuple[Any, ...]] = {
         "block_k": tuple(sorted(slices)),
         "lazy_rescale": (False, True),
@@ -182,9 +180,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_SM90_THREADS, _threads),
         Rule(_SM90_THREADS, _register_pool),
         Rule((*_SM90_THREADS, "block_n", "overlap", "p_in_smem"), _accumulators),
-        Rule(
-            ("block_m", "block_n", "block_k", "stages", "min_blocks_per_sm", "p_in_smem"), _smem
-        ),
+        Rule(("block_m", "block_n", "block_k", "stages", "min_blocks_per_sm", "p_in_smem"), _smem),
     ),
 }
 
