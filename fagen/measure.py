@@ -88,7 +88,7 @@ def tensors(problem: Problem, shape: Shape, device_index: int, seed: int = 0) ->
 
     lead = 0 if problem.alignment == WIDE_ALIGNMENT else 1
     is_bf16 = np.int32(problem.dtype == "bf16")
-    arrays = []
+    arrays: list[Any] = []
 
     def normal(seqlen: int, heads: int) -> TensorView:
         dims = (shape.batch, seqlen, heads, problem.head_dim)

@@ -1,0 +1,164 @@
+"""Timing: its statistics here, the clock itself on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fagen import measure
+from fagen.compile import compile_source
+from fagen.cupy_device import helper_kernel, on_device
+from fagen.device import architecture
+from fagen.errors import DeviceError
+from fagen.measure import paired_ratio
+from fagen.problem import Problem, Shape
+from fagen.render import fold
+
+
+def test_paired_ratio_sees_through_shared_noise() -> None:
+    rng = np.random.default_rng(1)
+    noise = rng.uniform(1.0, 1.5, 9)
+    base = 100.0 * noise
+    slower = 103.0 * noise * rng.normal(1.0, 0.002, 9)
+    ratio, low, high = paired_ratio(list(slower), list(base))
+    assert 1.02 < low <= ratio <= high < 1.04
+
+
+def test_paired_ratio_of_equals_holds_one() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(100, 3, (2, 15))
+    _, low, high = paired_ratio(list(a), list(b))
+    assert low < 1 < high
+    assert high - low > 0.01
+
+
+def test_when_a_median_is_known() -> None:
+    steady = [100.0, 100.1, 99.9, 100.0, 100.1]
+    assert measure._is_known(steady)
+    assert not measure._is_known(steady[:4])
+    assert not measure._is_known([100.0, 110.0, 95.0, 100.0, 120.0])
+    assert measure._is_known([100.0, 101.0] * 500)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", ["gate", "fill_normal"])
+def test_kernels_compile(name: str, arch: str) -> None:
+    compiled = compile_source(fold("measure.cu"), architecture(arch), name)
+    assert compiled.resources.why_bad() is None
+
+
+SPIN = r"""
+extern "C" __global__ void spin(unsigned long long ns) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
+}
+"""
+
+
+def spinner(microseconds: int) -> measure.Call:
+    """A call that takes so long on the device."""
+    import cupy
+
+    from fagen.driver import query_device
+
+    module = cupy.cuda.Module()
+    module.load(compile_source(SPIN, query_device(0).arch, "spin").cubin)
+    function = module.get_function("spin")
+
+    def call(stream: int) -> None:
+        with cupy.cuda.Stream.from_external(_Handle(stream)) as external:
+            function((1,), (1,), (np.uint64(1000 * microseconds),), stream=external)
+
+    return call
+
+
+class _Handle:
+    """A raw stream, as `cupy.cuda.Stream.from_external` takes it."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._stream)
+
+
+@pytest.mark.gpu
+def test_time_is_the_device_s_alone() -> None:
+    import time
+
+    spin = spinner(200)
+
+    def slow_host(stream: int) -> None:
+        time.sleep(0.001)
+        spin(stream)
+
+    for call in (spin, slow_host):
+        timing = measure.time_call(call)
+        assert 198 < timing.median_us < 215, timing
+        assert timing.samples >= measure.MIN_SAMPLES
+        assert 300 < timing.clock_mhz < 4000
+
+
+@pytest.mark.gpu
+def test_compare_orders_by_time() -> None:
+    times = measure.compare({"slow": spinner(220), "fast": spinner(200)}, rounds=5)
+    assert [len(rounds) for rounds in times.values()] == [5, 5]
+    ratio, low, _ = paired_ratio(times["slow"], times["fast"])
+    assert 1.05 < low <= ratio < 1.15
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_is_an_error() -> None:
+    import cupy
+
+    def waits(stream: int) -> None:
+        with on_device(0):
+            cupy.cuda.runtime.streamSynchronize(stream)
+
+    with pytest.raises(DeviceError, match="waited for the device"):
+        measure.time_call(waits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_inputs_are_standard_normal(dtype: str) -> None:
+    from fagen.reference import NUMPY_DTYPE
+
+    problem = Problem.model_validate({"dtype": dtype, "head_dim": 64})
+    shape = Shape(batch=1, seqlen_q=512, seqlen_k=256, heads_q=8, heads_kv=4)
+    made = measure.tensors(problem, shape, 0)
+    q, k = (array.get().view(NUMPY_DTYPE[problem.dtype]).astype(float) for array in made.arrays[:2])
+    assert q.size == 512 * 8 * 64
+    assert abs(q.mean()) < 0.01
+    assert abs(q.std() - 1) < 0.01
+    assert 0.303 < (abs(q) > 1).mean() < 0.332
+    assert abs(np.corrcoef(q[:-1], q[1:])[0, 1]) < 0.01
+    assert not np.array_equal(q[: k.size], k)
+
+
+@pytest.mark.gpu
+def test_measure_a_kernel() -> None:
+    from fagen.compile import compile_kernel
+    from fagen.driver import query_device
+    from fagen.launch import LoadedKernel
+    from fagen.space import default_config
+
+    device = query_device(0)
+    problem = Problem(dtype="bf16", head_dim=64)
+    config = default_config(problem, device)
+    kernel = LoadedKernel(compile_kernel(problem, config, device.arch), problem, config)
+    small, large = (
+        Shape(batch=4, seqlen_q=n, seqlen_k=n, heads_q=16, heads_kv=16) for n in (1024, 4096)
+    )
+    times = [measure.measure(kernel, shape) for shape in (small, large)]
+    assert 8 < times[1].median_us / times[0].median_us < 24  # 16 times the work
+    assert times[1].spread < 0.1
+
+
+@pytest.mark.gpu
+def test_helper_kernels_are_loaded_once() -> None:
+    with on_device(0):
+        assert (
+            helper_kernel("gate", "measure.cu", 0).ptr == helper_kernel("gate", "measure.cu", 0).ptr
+        )

@@ -1,0 +1,262 @@
+"""The verdict: what it refuses, with made-up outputs here and with planted bugs on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from wrong.bugs import BUGS
+
+from fagen import reference, verify
+from fagen.compile import compile_source
+from fagen.config import Sm90Forward
+from fagen.device import architecture, typical_device
+from fagen.problem import Dtype, Problem, Shape
+from fagen.reference import NUMPY_DTYPE, by_row
+from fagen.render import kernel_name, render
+from fagen.space import default_config
+from fagen.verify import Expected, expect, judge, random_inputs
+
+Array = np.ndarray[Any, Any]
+DTYPES: tuple[Dtype, ...] = ("fp16", "bf16")
+SHAPE = Shape(batch=1, seqlen_q=90, seqlen_k=70, heads_q=2, heads_kv=1)  # causal: 20 empty rows
+HEAD_DIM = 64
+
+
+def expected_of(dtype: Dtype) -> Expected:
+    return expect(reference.references(*INPUTS[dtype], causal=True), dtype, SHAPE)
+
+
+INPUTS = {dtype: random_inputs(dtype, HEAD_DIM, SHAPE) for dtype in DTYPES}
+EXPECTED = {dtype: expected_of(dtype) for dtype in DTYPES}
+
+
+def flash(dtype: Dtype, fault: str = "") -> tuple[Array, Array]:
+    """A fused kernel in NumPy, float32 softmax over blocks of 8 keys, with a fault in it."""
+    q, k, v = (x[0].astype(np.float32) for x in INPUTS[dtype])
+    rounding = NUMPY_DTYPE[dtype]
+    scale = np.float32(HEAD_DIM**-0.5)
+    seqlen_q, seqlen_k = SHAPE.seqlen_q, SHAPE.seqlen_k
+    out = np.zeros((1, seqlen_q, SHAPE.heads_q, HEAD_DIM), np.float32)
+    lse = np.zeros((SHAPE.heads_q, seqlen_q), np.float32)
+    off_by_one = 1 if fault == "causal off by one" else 0
+    visible = np.clip(np.arange(seqlen_q) + 1 + off_by_one + seqlen_k - seqlen_q, 0, seqlen_k)
+    end = seqlen_k // 8 * 8 if fault == "last keys dropped" else seqlen_k
+    for head in range(SHAPE.heads_q):
+        maximum = np.full((seqlen_q, 1), -np.inf, np.float32)
+        total = np.zeros((seqlen_q, 1), np.float32)
+        o = np.zeros((seqlen_q, HEAD_DIM), np.float32)
+        for first in range(0, end, 8):
+            keys = slice(first, min(first + 8, end))
+            scores = q[:, head] @ k[keys, 0].T * scale
+            if fault == "rounded scores":
+                scores = scores.astype(rounding).astype(np.float32)
+            scores[np.arange(keys.start, keys.stop) >= visible[:, None]] = -np.inf
+            higher = np.maximum(maximum, scores.max(axis=1, keepdims=True))
+            safe = np.where(higher == -np.inf, 0, higher)
+            correction = np.exp(maximum - safe)
+            p = np.exp(scores - safe)
+            total = total * correction + p.sum(axis=1, keepdims=True)
+            o *= 1 if fault == "no rescale" else correction
+            o += p.astype(rounding).astype(np.float32) @ v[keys, 0]
+            if fault == "rounded accumulator":
+                o = o.astype(rounding).astype(np.float32)
+            maximum = higher
+        sees = total[:, 0] > 0
+        out[0, sees, head] = o[sees] / total[sees]
+        lse[head] = -np.inf
+        lse[head, sees] = (maximum + np.log(np.where(total > 0, total, 1)))[sees, 0]
+    return by_row(out).astype(rounding), lse.ravel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_kernel_is_near_the_unavoidable_error(dtype: Dtype) -> None:
+    verdict = judge(*flash(dtype), EXPECTED[dtype])
+    assert verdict
+    assert verdict.reason == ""
+    assert 0 < verdict.max_error < 0.8 * verdict.allowed_error
+    assert 0.8 < verdict.rms_ratio < 1.2
+    assert verdict.lse_error < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("causal off by one", "without keys is not 0"),
+        ("last keys dropped", "output is off"),
+        ("no rescale", "output is off"),
+        ("rounded scores", "RMS error|logsumexp is off"),
+        ("rounded accumulator", "RMS error"),
+    ],
+)
+def test_wrong_arithmetic_is_refused(dtype: Dtype, fault: str, reason: str) -> None:
+    verdict = judge(*flash(dtype, fault), EXPECTED[dtype])
+    assert not verdict
+    assert re.search(reason, verdict.reason), verdict.reason
+    assert str(SHAPE) in verdict.reason
+
+
+FIRST_SEEING = SHAPE.seqlen_q - SHAPE.seqlen_k  # head 0
+
+
+def _unwritten(out: Array, lse: Array) -> None:
+    out.view(np.uint16)[-1, 5] = verify.POISON
+
+
+def _unwritten_lse(out: Array, lse: Array) -> None:
+    lse.view(np.uint32)[3] = verify.POISON_32
+
+
+def _nan(out: Array, lse: Array) -> None:
+    out[FIRST_SEEING, 1] = np.nan
+
+
+def _not_zero(out: Array, lse: Array) -> None:
+    out[FIRST_SEEING - 1, 1] = 1e-7
+
+
+def _finite_lse(out: Array, lse: Array) -> None:
+    lse[FIRST_SEEING - 1] = -1e30
+
+
+def _infinite_lse(out: Array, lse: Array) -> None:
+    lse[FIRST_SEEING] = -np.inf
+
+
+def _inexact_lse(out: Array, lse: Array) -> None:
+    lse[FIRST_SEEING] += 3e-3
+
+
+def _one_element(out: Array, lse: Array) -> None:
+    out[FIRST_SEEING, 0] += 0.1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_unwritten, "output was not written, 1 of 180 rows, the first being .* head 1, query 89"),
+        (_unwritten_lse, "logsumexp was not written"),
+        (_nan, "output is NaN"),
+        (_not_zero, "row without keys is not 0"),
+        (_finite_lse, "row without keys is not -inf"),
+        (_infinite_lse, "logsumexp is NaN or infinite"),
+        (_inexact_lse, "logsumexp is off by 3"),
+        (_one_element, "output is off .* head 0, query 20"),
+    ],
+)
+def test_a_spoiled_output_is_refused(spoil: Callable[[Array, Array], None], reason: str) -> None:
+    out, lse = flash("fp16")
+    spoil(out, lse)
+    verdict = judge(out, lse, EXPECTED["fp16"])
+    assert not verdict
+    assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_one_key_may_round_but_not_err() -> None:
+    """The baseline is exact there; its rounding is granted all the same."""
+    shape = Shape(batch=8, seqlen_q=16, seqlen_k=1, heads_q=1, heads_kv=1)
+    inputs = random_inputs("fp16", 64, shape)
+    expected = expect(reference.references(*inputs), "fp16", shape)
+    lse = expected.lse.astype(np.float32)
+    assert judge((expected.out * (1 + 7e-5)).astype(np.float16), lse, expected)
+    verdict = judge((expected.out * (1 + 7e-4)).astype(np.float16), lse, expected)
+    assert "RMS error" in verdict.reason
+
+
+def test_no_row_is_right() -> None:
+    shape = Shape(batch=2, seqlen_q=0, seqlen_k=5, heads_q=1, heads_kv=1)
+    expected = expect(reference.references(*random_inputs("bf16", 8, shape)), "bf16", shape)
+    assert judge(np.zeros((0, 8), NUMPY_DTYPE["bf16"]), np.zeros(0, np.float32), expected)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_slab_knows_its_surroundings(narrow: bool) -> None:
+    slab = verify._Slab((2, 3, 2, 8), narrow)
+    flat = np.full(slab.size, verify.POISON)
+    slab.rows_of(flat)[...] = 1
+    assert (flat == 1).sum() == 2 * 3 * 2 * 8
+    assert slab.is_alone(flat)
+    around = np.flatnonzero(flat != 1)
+    for place in (0, slab.lead - 1, slab.lead + 16, around[-1]):
+        spoiled = flat.copy()
+        assert spoiled[place] == verify.POISON
+        spoiled[place] = 0
+        assert not slab.is_alone(spoiled), place
+    assert (slab.lead * 2 % 16 == 0) != narrow
+
+
+def test_cases_surround_the_blocks() -> None:
+    config = Sm90Forward(block_m=128, block_n=96, block_k=64, stages=2)
+    shapes = [case.shape for case in verify.cases(config)]
+    assert {127, 129} <= {shape.seqlen_q for shape in shapes}
+    assert {0, 95, 97} <= {shape.seqlen_k for shape in shapes}
+    assert {shape.heads_q // shape.heads_kv for shape in shapes} >= {1, 4}
+    assert any(shape.seqlen_q > shape.seqlen_k > 0 for shape in shapes)
+    tiles = [
+        s.batch * s.heads_q
+        for s in (c.shape for c in verify.cases(config.model_copy(update={"persistent": True})))
+    ]
+    assert max(tiles) > 4 * 188, "a persistent block must meet a second tile on any known card"
+
+
+# ---- planted bugs ----
+
+PROBLEMS = {causal: Problem(dtype="bf16", head_dim=64, causal=causal) for causal in (False, True)}
+
+
+@pytest.mark.parametrize(("template", "arch"), [("forward_sm80", "sm80"), ("forward_sm90", "sm90")])
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_compile(name: str, template: str, arch: str) -> None:
+    bug = BUGS[name]
+    problem = PROBLEMS[bug.causal]
+    device = typical_device(architecture(arch))
+    source = render(problem, default_config(problem, device, template))
+    compile_source(bug.plant(template, source), device.arch, kernel_name(problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("template", ["forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_refused(name: str, template: str) -> None:
+    from fagen.driver import query_device
+    from fagen.launch import LoadedKernel
+
+    device = query_device(0)
+    if template not in device.arch.templates:
+        pytest.skip(f"{template} does not run on {device}")
+    bug = BUGS[name]
+    problem = PROBLEMS[bug.causal]
+    config = default_config(problem, device, template)
+    right = render(problem, config)
+    verdicts = []
+    for source in (right, bug.plant(template, right)):
+        compiled = compile_source(source, device.arch, kernel_name(problem))
+        verdicts.append(verify.verify(LoadedKernel(compiled, problem, config)))
+    assert verdicts[0], verdicts[0].reason
+    assert not verdicts[1]
+    assert re.search(bug.reason, verdicts[1].reason), verdicts[1].reason
+
+
+@pytest.mark.gpu
+def test_sample_of_a_large_shape() -> None:
+    from fagen.compile import compile_kernel
+    from fagen.driver import query_device
+    from fagen.launch import LoadedKernel
+
+    device = query_device(0)
+    problem = PROBLEMS[True]
+    config = default_config(problem, device)
+    shape = Shape(batch=2, seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_kv=2)
+    kernel = LoadedKernel(compile_kernel(problem, config, device.arch), problem, config)
+    verdict = verify.check_sample(kernel, shape)
+    assert verdict, verdict.reason
+    assert 0.5 < verdict.rms_ratio < 1.3
+
+    bug = BUGS["causal off by one"]
+    source = bug.plant(config.template, kernel.compiled.source)
+    wrong = LoadedKernel(compile_source(source, device.arch, kernel_name(problem)), problem, config)
+    assert "row" in verify.check_sample(wrong, shape).reason

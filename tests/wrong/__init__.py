@@ -1,0 +1,1 @@
+"""Kernels with planted bugs, which `fagen.verify` must refuse."""
