@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Format = Literal["cu", "ptx", "cubin"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _MAP_TYPE = {"bf16": "BFLOAT16", "fp16": "FLOAT16"}
+_ROUNDOFF = {"bf16": "0x1p-8", "fp16": "0x1p-11"}  # half a unit in the last place of 1
 
 
 def emit(
@@ -147,6 +148,7 @@ def _sources(
         "tma": isinstance(config, Sm90Forward),
         "persistent": isinstance(config, Sm90Forward) and config.persistent,
         "map_type": _MAP_TYPE[problem.dtype],
+        "roundoff": _ROUNDOFF[problem.dtype],
     }
     return {
         f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),

@@ -1,0 +1,841 @@
+// forward_bf16_d256_full_sm90.cu, written by fagen VERSION for sm90.
+//
+//   config  forward_sm90 128x80x256 stages=2 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent
+//   tuned   config chosen by hand, not tuned
+//   launch  384 threads, 230400 bytes of dynamic shared memory; forward_bf16_d256_full_sm90_host.cu does it
+//   build   nvcc -std=c++17 -arch=sm_90a -c forward_bf16_d256_full_sm90.cu
+
+// fagen_forward_bf16_d256_full: forward attention, bf16, head dim 256, full mask.
+//
+// O = softmax(softmax_scale * Q K^T + mask) V for Hopper (sm_90a), after FlashAttention-3: one producer
+// moves tiles by TMA into rings of shared-memory buffers, consumer warpgroups of 64 rows each multiply
+// them with wgmma and keep scores, probabilities and output in registers.
+//
+// Written by fagen from forward_sm90.cu.j2 with the config
+//   forward_sm90 128x80x256 stages=2 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent
+
+// Hopper's own instructions, one per function: mbarrier, TMA, setmaxnreg, wgmma bookkeeping.
+// One PTX instruction per function, with types. Policy lives in the kernels.
+// Names and semantics: "PTX ISA", the section named for each instruction.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- numbers ----
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+DEVICE float exp2_approx(float x) {  // ex2.approx: about 2 ulp, exp2(-inf) = 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats to one register of two 16-bit numbers, `low` in the lower half.
+template <typename Element>
+DEVICE u32 pack(float low, float high);
+
+template <>
+DEVICE u32 pack<__nv_bfloat16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+DEVICE u32 pack<__half>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// ---- named barriers: `count` threads, whole warps ----
+
+DEVICE void barrier_sync(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+DEVICE void barrier_arrive(int id, int count) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// ---- cp.async: global to shared memory, bytes past `source_bytes` written as zeros ----
+
+// 16 bytes, past L1.
+DEVICE void copy_async_16(void* shared, const void* global, int source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `kPending` of this thread's latest groups are in flight.
+template <int kPending>
+DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- warp-level matrices: ldmatrix and mma.sync ----
+
+// Four 8x8 matrices of 16-bit numbers; lane i gives the shared-memory address of row i % 8 of
+// matrix i / 8.
+DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same, each matrix transposed on the way.
+DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row)
+               : "memory");
+}
+
+// D(16 x 8, float) += A(16 x 16, row-major) * B(16 x 8, column-major); d and a are 4 registers.
+// Lane t holds D at rows t/4 and t/4 + 8, columns 2*(t%4) and 2*(t%4) + 1.
+template <typename Element>
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
+
+template <>
+DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// `nvcc -arch=sm_90a` compiles for plain sm_90 as well, which has neither wgmma nor setmaxnreg.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHasWgmma = true;
+#else
+constexpr bool kHasWgmma = false;
+#endif
+
+// What cuTensorMapEncodeTiled fills; cuda.h is not to be had under NVRTC.
+struct alignas(128) TensorMap {
+  u64 opaque[16];
+};
+
+// ---- mbarrier ----
+
+DEVICE void mbarrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals));
+}
+
+// Makes the initialised barriers visible to the asynchronous proxy (TMA).
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One arrival, and `bytes` more that TMA must write before the phase ends.
+DEVICE void mbarrier_arrive_expect(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+DEVICE void mbarrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Until the phase of that parity has ended; a new barrier counts as having ended parity 1.
+DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ready;\n"
+      "wait_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n"
+      "@!ready bra wait_%=;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- TMA: boxes of a (column, row, head, batch) tensor ----
+
+// Global to shared memory; elements outside the tensor arrive as zeros and count as bytes.
+DEVICE void tma_load(void* shared, const TensorMap* map, int column, int row, int head, int batch,
+                     u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
+      : "memory");
+}
+
+DEVICE void tma_prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Shared to global memory; elements outside the tensor are not written.
+DEVICE void tma_store(const TensorMap* map, const void* shared, int column, int row, int head,
+                      int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Until TMA has read what this thread's stores take from shared memory.
+DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers of a warpgroup ----
+
+template <int kRegisters>
+DEVICE void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- wgmma ----
+
+// Before the first wgmma after registers or shared memory it reads were written.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of an accumulator above the wait before this.
+template <int kCount>
+DEVICE void pin_registers(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+// Shared-memory matrix descriptor ("PTX ISA", wgmma, matrix descriptor). Fields are in units of
+// 16 bytes: start address, leading byte offset at bit 16, stride byte offset at bit 32; the
+// swizzle is at bit 62, 1 for 128 bytes, 2 for 64 bytes.
+template <int kSwizzleBytes>
+DEVICE u64 matrix_descriptor(const void* start, u32 leading_bytes, u32 stride_bytes) {
+  static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64, "other swizzles are not used");
+  constexpr u64 kSwizzle = kSwizzleBytes == 128 ? 1 : 2;
+  return (shared_address(start) & 0x3FFFF) >> 4 | static_cast<u64>(leading_bytes >> 4) << 16 |
+         static_cast<u64>(stride_bytes >> 4) << 32 | kSwizzle << 62;
+}
+
+using Element = __nv_bfloat16;
+
+constexpr int kHeadDim = 256;  // columns of Q, K, V and O
+constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
+constexpr int kBlockM = 128;  // rows of Q per tile
+constexpr int kBlockN = 80;  // keys per step
+constexpr int kBlockK = 256;  // columns of Q and K that one barrier carries
+constexpr int kStages = 2;  // depth of the K ring and of the V ring
+constexpr int kConsumerWarpgroups = 2;  // 64 rows each
+constexpr int kProducerRegisters = 24;  // per thread after the shift; 0: one warp, no shift
+constexpr int kConsumerRegisters = 240;  // per thread after the shift
+constexpr int kMinBlocksPerSm = 1;
+constexpr int kThreads = 384;  // consumers first, then the producer
+constexpr bool kPingPong = true;  // consumer warpgroups take turns at the tensor cores
+constexpr bool kOverlap = true;  // softmax of one block under the products of the next
+constexpr bool kPersistent = true;  // a thread block loops over tiles
+constexpr bool kLazyRescale = true;  // rescale O only when a maximum grew much
+constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
+constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
+
+constexpr int kHeadDimPadded = 256;  // columns of a Q, K or V tile; TMA fills the rest with zeros
+constexpr int kChunk = 64;  // columns side by side in shared memory: one swizzle span
+constexpr int kChunkBytes = kChunk * sizeof(Element);
+constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
+constexpr int kQTileBytes = kBlockM * kHeadDimPadded * sizeof(Element);
+constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
+
+// wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
+// D is 64 rows of a warpgroup, in float; a product of kN columns and depth 16 per call.
+
+// D(64 x 80) = A(64 x 16, shared memory) * B(16 x 80, shared memory), plus D if accumulate
+DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %42, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, "
+      "%40, %41, accumulate, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// D(64 x 256) = A(64 x 16, registers) * B(16 x 256, shared memory), plus D if accumulate
+DEVICE void wgmma_pv(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %133, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %132, accumulate, 1, 1, 1;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// What the host passes to every forward kernel. fagen/launch.py packs the same fields.
+
+struct Strides {  // in elements; the head dim is contiguous
+  long long batch, row, head;
+};
+
+template <typename Element>
+struct ForwardParams {
+  const Element* q;  // (batch, seqlen_q, heads_q, head_dim)
+  const Element* k;  // (batch, seqlen_k, heads_kv, head_dim)
+  const Element* v;  // (batch, seqlen_k, heads_kv, head_dim)
+  Element* o;        // (batch, seqlen_q, heads_q, head_dim)
+  float* lse;        // (batch, heads_q, seqlen_q), natural logarithm; null if not wanted
+  Strides q_strides, k_strides, v_strides, o_strides;
+  float scale_log2;  // softmax_scale * log2(e), above 0
+  int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
+  int heads_per_group;  // heads that run side by side because their K and V fit L2 together
+  int tiles;            // batch * heads_q * ceil(seqlen_q / kBlockM)
+};
+static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
+// Which rows of which head a tile index means, and which keys those rows see.
+
+struct Tile {
+  int first_row, head, batch;
+};
+
+// Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
+// interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
+// short ones then fill the last wave (longest processing time first).
+template <int kBlockM, bool kCausal, bool kHeadGrouping, typename Params>
+DEVICE Tile tile_at(int index, const Params& params) {
+  const int m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  int m_block, head_index;  // head_index counts heads through all sequences
+  if constexpr (kHeadGrouping) {
+    const int group = index / (m_blocks * params.heads_per_group);
+    const int within = index - group * (m_blocks * params.heads_per_group);
+    const int first_head = group * params.heads_per_group;
+    const int heads = min(params.heads_per_group, params.batch * params.heads_q - first_head);
+    m_block = within / heads;
+    head_index = first_head + within - m_block * heads;
+  } else {
+    head_index = index / m_blocks;
+    m_block = index - head_index * m_blocks;
+  }
+  if (kCausal) m_block = m_blocks - 1 - m_block;
+  const int batch = head_index / params.heads_q;
+  return {m_block * kBlockM, head_index - batch * params.heads_q, batch};
+}
+
+// Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
+// every key, and rows above seqlen_q - seqlen_k see none.
+template <bool kCausal, typename Params>
+DEVICE int visible_keys(int row, const Params& params) {
+  if (!kCausal) return params.seqlen_k;
+  return max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q));
+}
+// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
+// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
+// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
+// different banks.
+
+template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
+struct SwizzledTile {
+  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
+  static constexpr int kChunkElements = kRows * kChunk;
+
+  // In elements from the tile's base.
+  DEVICE static int offset(int row, int column) {
+    const int unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
+  }
+
+  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
+  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
+  // `address` has, and the tile lies at a multiple of the swizzle span.
+  DEVICE static u32 moved(u32 address, int rows, int columns) {
+    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
+    return (address ^ columns % kChunk * 2) + elements * 2;
+  }
+};
+// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
+//
+// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
+// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
+// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
+
+DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
+
+// Four lanes hold a row.
+DEVICE float row_maximum(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+DEVICE float row_total(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
+// minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
+DEVICE float exp2_polynomial(float x) {
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2**23
+  x = fmaxf(x, -126.0f);
+  const float shifted = x + kRoundToInteger;
+  const float fraction = x - (shifted - kRoundToInteger);
+  float p = fmaf(fraction, 0.0559229f, 0.2426131f);
+  p = fmaf(fraction, p, 0.6931200f);
+  p = fmaf(fraction, p, 0.99992522f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
+// key of the fragment's column 0.
+template <int kCount>
+DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
+  const int lane_key = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int key = lane_key + 8 * (i / 4) + i % 2;
+    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+  }
+}
+
+// The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.
+template <bool kLazyRescale, int kExp2FmaEvery>
+struct OnlineSoftmax {
+  static constexpr float kLazyThreshold = 8.0f;  // log2 of how far P may exceed 1
+
+  float maximum[2] = {-infinity(), -infinity()};
+  float sum[2] = {0.0f, 0.0f};
+
+  // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
+  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  template <bool kMasked, int kCount>
+  DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
+    float offset[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float highest = maximum[row];
+#pragma unroll
+      for (int i = 2 * row; i < kCount; i += 4) {
+        highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
+      }
+      highest = row_maximum(highest);
+      if (kLazyRescale && (highest - maximum[row]) * scale_log2 <= kLazyThreshold) {
+        highest = maximum[row];
+      }
+      offset[row] = highest * scale_log2;
+      if (kMasked && highest == -infinity()) offset[row] = 0.0f;  // -inf - -inf would be NaN
+      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset[row]));
+      maximum[row] = highest;
+      sum[row] *= correction[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
+      // The polynomial has no exact 0 for the -infinity of a masked score.
+      const bool on_fma_pipe =
+          !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+      scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
+      sum[fragment_row(i)] += scores[i];
+    }
+  }
+
+  // Multiplies an output fragment by the factors of `update`; with kLazyRescale only if any row
+  // of the warp needs it.
+  template <int kCount>
+  DEVICE static void rescale(float (&output)[kCount], const float (&correction)[2]) {
+    if (kLazyRescale &&
+        !__any_sync(0xffffffff, correction[0] != 1.0f || correction[1] != 1.0f)) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) output[i] *= correction[fragment_row(i)];
+  }
+
+  // After the last update: whole sums, and the natural logarithm of the sum of exponentials.
+  DEVICE void finish(float scale_log2, float (&inverse_sum)[2], float (&lse)[2]) {
+    constexpr float kLn2 = 0.693147180559945f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float total = row_total(sum[row]);
+      inverse_sum[row] = total == 0.0f ? 0.0f : __frcp_rn(total);  // a row without keys gives 0
+      lse[row] = total == 0.0f ? -infinity() : (maximum[row] * scale_log2 + __log2f(total)) * kLn2;
+    }
+  }
+};
+
+using Params = ForwardParams<Element>;
+using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
+using KvTile = SwizzledTile<kBlockN, kChunk>;
+
+struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzle
+  Element q[kBlockM * kHeadDimPadded];
+  Element k[kStages][kBlockN * kHeadDimPadded];
+  Element v[kStages][kBlockN * kHeadDimPadded];
+  u64 q_full[kSlices], q_empty;
+  u64 k_full[kStages][kSlices], k_empty[kStages];
+  u64 v_full[kStages], v_empty[kStages];
+};
+
+static_assert(sizeof(SharedStorage) == 230400, "fagen/config.py computed another size");
+static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
+static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
+static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
+static_assert(!kPingPong || kConsumerWarpgroups > 1, "turns need two warpgroups");
+
+// Named barriers beside 0, which __syncthreads uses.
+constexpr int kWarpgroupBarrier = 1;                    // + warpgroup: its 128 threads
+constexpr int kTurnBarrier = 1 + kConsumerWarpgroups;  // + warpgroup: it and the one before it
+
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
+// A position in a ring of buffers and the parity of its barriers.
+struct RingPosition {
+  int stage = 0;
+  u32 parity = 0;
+
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Blocks of keys that any row of the tile sees.
+DEVICE int visible_blocks(const Tile& tile, const Params& params) {
+  const int last_row = min(tile.first_row + kBlockM, params.seqlen_q) - 1;
+  return (visible_keys<kCausal>(last_row, params) + kBlockN - 1) / kBlockN;
+}
+
+template <typename Visit>
+DEVICE void for_each_tile(const Params& params, Visit visit) {
+  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    visit(tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
+    if (!kPersistent) return;
+  }
+}
+
+// ---- the producer: one thread, which keeps the rings full ----
+
+DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorMap& k_map,
+                    const TensorMap& v_map, const Params& params) {
+  const int q_heads_per_kv_head = params.heads_q / params.heads_kv;
+  RingPosition ring;
+  u32 q_parity = 1;  // a new barrier counts as having ended parity 1: the first wait passes
+
+  for_each_tile(params, [&](const Tile& tile) {
+    const int kv_head = tile.head / q_heads_per_kv_head;
+
+    auto load_q = [&] {
+      mbarrier_wait(&shared.q_empty, q_parity);  // the last tile's O has left Q's place
+      q_parity ^= 1;
+#pragma unroll
+      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
+        u64* full = &shared.q_full[column / kBlockK];
+        if (column % kBlockK == 0) mbarrier_arrive_expect(full, kQTileBytes / kSlices);
+        tma_load(shared.q + QTile::offset(0, column), &q_map, column, tile.first_row, tile.head,
+                 tile.batch, full);
+      }
+    };
+    auto load_k = [&](int block) {
+      mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
+#pragma unroll
+      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
+        u64* full = &shared.k_full[ring.stage][column / kBlockK];
+        if (column % kBlockK == 0) mbarrier_arrive_expect(full, kKvTileBytes / kSlices);
+        tma_load(shared.k[ring.stage] + KvTile::offset(0, column), &k_map, column,
+                 block * kBlockN, kv_head, tile.batch, full);
+      }
+    };
+    auto load_v = [&](int block) {
+      mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
+      u64* full = &shared.v_full[ring.stage];
+      mbarrier_arrive_expect(full, kKvTileBytes);
+#pragma unroll
+      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
+        tma_load(shared.v[ring.stage] + KvTile::offset(0, column), &v_map, column,
+                 block * kBlockN, kv_head, tile.batch, full);
+      }
+    };
+
+    const int last_block = visible_blocks(tile, params) - 1;
+    if (last_block < 0) load_q();  // nothing to multiply, but the consumers count on it
+    for (int block = last_block; block >= 0; --block) {
+      load_k(block);
+      if (block == last_block) load_q();  // after K: Q's place may still hold the last tile's O
+      load_v(block);
+      ring.advance();
+    }
+  });
+}
+
+// ---- the consumers: a warpgroup computes 64 rows of O ----
+
+DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params& params) {
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes: it serialises
+  // wgmma under a branch that it believes to diverge.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int lane_row = warpgroup * 64 + warp * 16 + lane / 4;  // and lane_row + 8, within the tile
+  const float scale_log2 = params.scale_log2;
+  RingPosition k_ring, v_ring;
+  u32 q_parity = 0;
+
+  // Q and K lie with the product's depth (the head dim) contiguous, V with its width.
+  const u64 q_descriptor = matrix_descriptor<kChunkBytes>(
+      shared.q + warpgroup * 64 * kChunk, 16, 8 * kChunkBytes);
+  const u64 k_descriptor = matrix_descriptor<kChunkBytes>(shared.k[0], 16, 8 * kChunkBytes);
+  const u64 v_descriptor =
+      matrix_descriptor<kChunkBytes>(shared.v[0], kBlockN * kChunkBytes, 8 * kChunkBytes);
+
+  auto sync_warpgroup = [&] { barrier_sync(kWarpgroupBarrier + warpgroup, 128); };
+  // Every warp arrives: each has its own view of when its products are done.
+  auto release = [&](u64* empty) {
+    if (lane == 0) mbarrier_arrive(empty);
+  };
+  auto wait_for_turn = [&] {
+    if (kPingPong) barrier_sync(kTurnBarrier + warpgroup, 256);
+  };
+  auto pass_turn = [&] {
+    if (kPingPong) barrier_arrive(kTurnBarrier + (warpgroup + 1) % kConsumerWarpgroups, 256);
+  };
+  if (warpgroup == kConsumerWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
+
+  for_each_tile(params, [&](const Tile& tile) {
+    float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
+    float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
+    u32 p[kBlockN / 4];     // the probabilities as wgmma's A fragments, two to a register
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+    OnlineSoftmax<kLazyRescale, kExp2FmaEvery> softmax;
+    float correction[2];
+
+    const int row = tile.first_row + lane_row;
+    const int visible[2] = {visible_keys<kCausal>(row, params),
+                            visible_keys<kCausal>(row + 8, params)};
+    const int blocks = visible_blocks(tile, params);
+    // Blocks below this one are seen whole by every row of the warpgroup.
+    const int first_masked =
+        min(blocks, visible_keys<kCausal>(tile.first_row + warpgroup * 64, params) / kBlockN);
+
+    // S = Q K^T, slice by slice as they arrive.
+    auto multiply_qk = [&](bool first) {
+      const u64 k_stage = k_descriptor + k_ring.stage * (kKvTileBytes >> 4);
+#pragma unroll
+      for (int column = 0; column < kHeadDim; column += 16) {
+        if (column % kBlockK == 0) {
+          if (first) mbarrier_wait(&shared.q_full[column / kBlockK], q_parity);
+          mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
+          if (column == 0) {
+            wait_for_turn();
+            wgmma_fence();
+          }
+        }
+        const int q_offset = QTile::offset(0, column) * sizeof(Element);
+        const int k_offset = KvTile::offset(0, column) * sizeof(Element);
+        wgmma_qk(s, q_descriptor + (q_offset >> 4), k_stage + (k_offset >> 4), column > 0);
+      }
+      wgmma_commit();
+    };
+
+    // O += P V
+    auto multiply_pv = [&] {
+      const u64 v_stage = v_descriptor + v_ring.stage * (kKvTileBytes >> 4);
+      mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += 16) {
+        const u64 v_step = v_stage + (key * kChunkBytes >> 4);
+        const int i = key / 4;
+        const u32 p_step[4] = {p[i], p[i + 1], p[i + 2], p[i + 3]};
+        wgmma_pv(o, p_step, v_step, true);
+      }
+      wgmma_commit();
+    };
+
+    // P in the element type, where the second product reads it.
+    auto convert_p = [&] {
+#pragma unroll
+      for (int i = 0; i < kBlockN / 2; i += 2) p[i / 2] = pack<Element>(s[i], s[i + 1]);
+    };
+
+    auto scores_ready = [&] {
+      pin_registers(s);
+      release(&shared.k_empty[k_ring.stage]);
+      k_ring.advance();
+    };
+    auto output_ready = [&] {
+      pin_registers(o);
+      release(&shared.v_empty[v_ring.stage]);
+      v_ring.advance();
+    };
+    auto update_softmax = [&](auto masked, int block) {
+      constexpr bool kMasked = decltype(masked)::value;
+      if (kMasked) mask_scores(s, block * kBlockN, visible);
+      softmax.template update<kMasked>(s, scale_log2, correction);
+    };
+
+    // One block of keys, one after the other within the warpgroup.
+    auto step = [&](auto masked, int block) {
+      multiply_qk(block == blocks - 1);
+      wgmma_wait<0>();
+      pass_turn();
+      scores_ready();
+      update_softmax(masked, block);
+      softmax.rescale(o, correction);
+      convert_p();
+      wgmma_fence();
+      multiply_pv();
+      wgmma_wait<0>();
+      output_ready();
+    };
+
+    // The same, with the softmax of this block under the second product of the one before.
+    auto overlapped_step = [&](auto masked, int block) {
+      multiply_qk(false);
+      multiply_pv();
+      pass_turn();
+      wgmma_wait<1>();
+      scores_ready();
+      update_softmax(masked, block);
+      wgmma_wait<0>();
+      output_ready();
+      softmax.rescale(o, correction);
+      convert_p();
+    };
+
+    // From the last block of keys to the first, so that the masked ones come first.
+    if (blocks > 0) {
+      int block = blocks - 1;
+      if constexpr (kOverlap) {
+        multiply_qk(true);
+        pass_turn();
+        wgmma_wait<0>();
+        scores_ready();
+        if (block >= first_masked) mask_scores(s, block * kBlockN, visible);
+        softmax.template update<true>(s, scale_log2, correction);
+        convert_p();
+        --block;
+        for (; block >= first_masked; --block) overlapped_step(Constant<true>(), block);
+        for (; block >= 0; --block) overlapped_step(Constant<false>(), block);
+        wgmma_fence();
+        multiply_pv();
+        wgmma_wait<0>();
+        output_ready();
+      } else {
+        for (; block >= first_masked; --block) step(Constant<true>(), block);
+        for (; block >= 0; --block) step(Constant<false>(), block);
+      }
+    } else {
+      // No key, but Q was loaded: its arrival must be seen before its place is reused.
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(&shared.q_full[slice], q_parity);
+    }
+    q_parity ^= 1;
+
+    float inverse_sum[2], lse[2];
+    softmax.finish(scale_log2, inverse_sum, lse);
+    if (params.lse != nullptr && lane % 4 == 0) {
+      const long long head = static_cast<long long>(tile.batch) * params.heads_q + tile.head;
+      float* const lse_rows = params.lse + head * params.seqlen_q;  // (seqlen_q)
+      if (row < params.seqlen_q) lse_rows[row] = lse[0];
+      if (row + 8 < params.seqlen_q) lse_rows[row + 8] = lse[1];
+    }
+
+    // O goes out by TMA from this warpgroup's rows of Q, which nobody reads any more.
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i += 2) {
+      const int j = fragment_row(i);
+      const int column = 8 * (i / 4) + 2 * (lane % 4);
+      *reinterpret_cast<u32*>(shared.q + QTile::offset(lane_row + 8 * j, column)) =
+          pack<Element>(o[i] * inverse_sum[j], o[i + 1] * inverse_sum[j]);
+    }
+    fence_proxy_async();
+    sync_warpgroup();  // one thread stores what all four warps wrote
+    if (threadIdx.x % 128 == 0) {
+      const int first_row = tile.first_row + warpgroup * 64;
+#pragma unroll
+      for (int column = 0; column < kHeadDim; column += kChunk) {
+        tma_store(&o_map, shared.q + QTile::offset(warpgroup * 64, column), column, first_row,
+                  tile.head, tile.batch);
+      }
+      tma_store_wait_read();
+      mbarrier_arrive(&shared.q_empty);
+    }
+  });
+
+  // The last turn that was passed on is still to be taken.
+  if (warpgroup == 0) wait_for_turn();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
+    fagen_forward_bf16_d256_full(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+        const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap o_map,
+        const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  if (threadIdx.x == kConsumerThreads) {
+    tma_prefetch(&q_map);
+    tma_prefetch(&k_map);
+    tma_prefetch(&v_map);
+    for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.q_full[slice], 1);
+    mbarrier_init(&shared.q_empty, kConsumerWarpgroups);
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.k_full[stage][slice], 1);
+      mbarrier_init(&shared.k_empty[stage], kConsumerWarpgroups * 4);
+      mbarrier_init(&shared.v_full[stage], 1);
+      mbarrier_init(&shared.v_empty[stage], kConsumerWarpgroups * 4);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();  // the barriers exist before anyone waits or arrives
+
+  if constexpr (!kHasWgmma) {
+    __trap();
+  } else if (threadIdx.x >= kConsumerThreads) {
+    if constexpr (kProducerRegisters > 0) give_up_registers<kProducerRegisters>();
+    if (threadIdx.x == kConsumerThreads) produce(shared, q_map, k_map, v_map, params);
+  } else {
+    if constexpr (kProducerRegisters > 0) take_registers<kConsumerRegisters>();
+    consume(shared, o_map, params);
+  }
+}

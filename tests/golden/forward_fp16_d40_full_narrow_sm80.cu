@@ -1,0 +1,726 @@
+// forward_fp16_d40_full_narrow_sm80.cu, written by fagen VERSION for sm80.
+//
+//   config  forward_sm80 128x64x48 stages=1 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping warps=4
+//   tuned   default config, not tuned
+//   launch  128 threads, 24576 bytes of dynamic shared memory; forward_fp16_d40_full_narrow_sm80_host.cu does it
+//   build   nvcc -std=c++17 -arch=sm_80 -c forward_fp16_d40_full_narrow_sm80.cu
+
+// fagen_forward_fp16_d40_full_narrow: forward attention, fp16, head dim 40, full mask.
+//
+// O = softmax(softmax_scale * Q K^T + mask) V for Ampere and every later architecture, after
+// FlashAttention-2: each warp computes its own rows of Q with mma.sync, K and V come through rings
+// of shared-memory buffers that cp.async fills while the tensor cores work on earlier blocks.
+//
+// Written by fagen from forward_sm80.cu.j2 with the config
+//   forward_sm80 128x64x48 stages=1 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping warps=4
+
+// One PTX instruction per function, with types. Policy lives in the kernels.
+// Names and semantics: "PTX ISA", the section named for each instruction.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- numbers ----
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+DEVICE float exp2_approx(float x) {  // ex2.approx: about 2 ulp, exp2(-inf) = 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats to one register of two 16-bit numbers, `low` in the lower half.
+template <typename Element>
+DEVICE u32 pack(float low, float high);
+
+template <>
+DEVICE u32 pack<__nv_bfloat16>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+DEVICE u32 pack<__half>(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// ---- named barriers: `count` threads, whole warps ----
+
+DEVICE void barrier_sync(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+DEVICE void barrier_arrive(int id, int count) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// ---- cp.async: global to shared memory, bytes past `source_bytes` written as zeros ----
+
+// 16 bytes, past L1.
+DEVICE void copy_async_16(void* shared, const void* global, int source_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(source_bytes)
+               : "memory");
+}
+
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `kPending` of this thread's latest groups are in flight.
+template <int kPending>
+DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- warp-level matrices: ldmatrix and mma.sync ----
+
+// Four 8x8 matrices of 16-bit numbers; lane i gives the shared-memory address of row i % 8 of
+// matrix i / 8.
+DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same, each matrix transposed on the way.
+DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row)
+               : "memory");
+}
+
+// D(16 x 8, float) += A(16 x 16, row-major) * B(16 x 8, column-major); d and a are 4 registers.
+// Lane t holds D at rows t/4 and t/4 + 8, columns 2*(t%4) and 2*(t%4) + 1.
+template <typename Element>
+DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
+
+template <>
+DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+using Element = __half;
+
+constexpr int kHeadDim = 40;  // columns of Q, K, V and O
+constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
+constexpr int kAlignment = 2;  // bytes that bases and strides are multiples of
+constexpr int kBlockM = 128;  // rows of Q per thread block
+constexpr int kBlockN = 64;  // keys per step
+constexpr int kBlockK = 48;  // columns of Q and K that one group of copies carries
+constexpr int kWarps = 4;  // the rows of the thread block are split among them
+constexpr int kStages = 1;  // depth of the K ring and of the V ring
+constexpr int kMinBlocksPerSm = 1;
+constexpr int kThreads = 128;
+constexpr bool kQInRegisters = false;  // Q's fragments stay in registers, the rings take its place
+constexpr bool kLazyRescale = false;  // rescale O only when a maximum grew much
+constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
+constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
+
+constexpr int kHeadDimPadded = 48;  // columns of a Q, K or V tile; the rest are zeros
+constexpr int kChunk = 16;  // columns side by side in shared memory: one swizzle span
+constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kWarpRows = kBlockM / kWarps;
+constexpr int kRowTiles = kWarpRows / 16;           // of a warp, 16 rows of Q each
+constexpr int kKeyTiles = kBlockN / 16;             // of a block, 16 keys each
+constexpr int kColumnTiles = (kHeadDim + 15) / 16;  // 16 columns each; of V the last may be half
+constexpr int kQSteps = kQInRegisters ? kColumnTiles : 2;  // column tiles of Q that are in registers
+constexpr int kAhead = 4;  // fragments of K or V in registers, the one in use among them
+
+constexpr int kQElements = kBlockM * kHeadDimPadded;
+constexpr int kKvElements = kBlockN * kHeadDimPadded;
+constexpr int kRingElements = 2 * kStages * kKvElements;
+constexpr int kSmemElements = !kQInRegisters              ? kQElements + kRingElements
+                              : kQElements > kRingElements ? kQElements
+                                                           : kRingElements;
+
+static_assert(kSmemElements * sizeof(Element) == 24576, "fagen/config.py computed another size");
+static_assert(kThreads == 32 * kWarps, "fagen/config.py computed other threads");
+static_assert(kBlockM == 16 * kRowTiles * kWarps, "a warp computes tiles of 16 rows");
+static_assert(kBlockN == 16 * kKeyTiles, "mma.sync takes 16 keys of V a step");
+static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
+
+// What the host passes to every forward kernel. fagen/launch.py packs the same fields.
+
+struct Strides {  // in elements; the head dim is contiguous
+  long long batch, row, head;
+};
+
+template <typename Element>
+struct ForwardParams {
+  const Element* q;  // (batch, seqlen_q, heads_q, head_dim)
+  const Element* k;  // (batch, seqlen_k, heads_kv, head_dim)
+  const Element* v;  // (batch, seqlen_k, heads_kv, head_dim)
+  Element* o;        // (batch, seqlen_q, heads_q, head_dim)
+  float* lse;        // (batch, heads_q, seqlen_q), natural logarithm; null if not wanted
+  Strides q_strides, k_strides, v_strides, o_strides;
+  float scale_log2;  // softmax_scale * log2(e), above 0
+  int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
+  int heads_per_group;  // heads that run side by side because their K and V fit L2 together
+  int tiles;            // batch * heads_q * ceil(seqlen_q / kBlockM)
+};
+static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
+// Which rows of which head a tile index means, and which keys those rows see.
+
+struct Tile {
+  int first_row, head, batch;
+};
+
+// Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
+// interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
+// short ones then fill the last wave (longest processing time first).
+template <int kBlockM, bool kCausal, bool kHeadGrouping, typename Params>
+DEVICE Tile tile_at(int index, const Params& params) {
+  const int m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  int m_block, head_index;  // head_index counts heads through all sequences
+  if constexpr (kHeadGrouping) {
+    const int group = index / (m_blocks * params.heads_per_group);
+    const int within = index - group * (m_blocks * params.heads_per_group);
+    const int first_head = group * params.heads_per_group;
+    const int heads = min(params.heads_per_group, params.batch * params.heads_q - first_head);
+    m_block = within / heads;
+    head_index = first_head + within - m_block * heads;
+  } else {
+    head_index = index / m_blocks;
+    m_block = index - head_index * m_blocks;
+  }
+  if (kCausal) m_block = m_blocks - 1 - m_block;
+  const int batch = head_index / params.heads_q;
+  return {m_block * kBlockM, head_index - batch * params.heads_q, batch};
+}
+
+// Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
+// every key, and rows above seqlen_q - seqlen_k see none.
+template <bool kCausal, typename Params>
+DEVICE int visible_keys(int row, const Params& params) {
+  if (!kCausal) return params.seqlen_k;
+  return max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q));
+}
+// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
+// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
+// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
+// different banks.
+
+template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
+struct SwizzledTile {
+  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
+  static constexpr int kChunkElements = kRows * kChunk;
+
+  // In elements from the tile's base.
+  DEVICE static int offset(int row, int column) {
+    const int unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
+  }
+
+  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
+  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
+  // `address` has, and the tile lies at a multiple of the swizzle span.
+  DEVICE static u32 moved(u32 address, int rows, int columns) {
+    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
+    return (address ^ columns % kChunk * 2) + elements * 2;
+  }
+};
+// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
+//
+// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
+// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
+// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
+
+DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
+
+// Four lanes hold a row.
+DEVICE float row_maximum(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+DEVICE float row_total(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
+// minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
+DEVICE float exp2_polynomial(float x) {
+  constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2**23
+  x = fmaxf(x, -126.0f);
+  const float shifted = x + kRoundToInteger;
+  const float fraction = x - (shifted - kRoundToInteger);
+  float p = fmaf(fraction, 0.0559229f, 0.2426131f);
+  p = fmaf(fraction, p, 0.6931200f);
+  p = fmaf(fraction, p, 0.99992522f);
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
+// key of the fragment's column 0.
+template <int kCount>
+DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
+  const int lane_key = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int key = lane_key + 8 * (i / 4) + i % 2;
+    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+  }
+}
+
+// The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.
+template <bool kLazyRescale, int kExp2FmaEvery>
+struct OnlineSoftmax {
+  static constexpr float kLazyThreshold = 8.0f;  // log2 of how far P may exceed 1
+
+  float maximum[2] = {-infinity(), -infinity()};
+  float sum[2] = {0.0f, 0.0f};
+
+  // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
+  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  template <bool kMasked, int kCount>
+  DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
+    float offset[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float highest = maximum[row];
+#pragma unroll
+      for (int i = 2 * row; i < kCount; i += 4) {
+        highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
+      }
+      highest = row_maximum(highest);
+      if (kLazyRescale && (highest - maximum[row]) * scale_log2 <= kLazyThreshold) {
+        highest = maximum[row];
+      }
+      offset[row] = highest * scale_log2;
+      if (kMasked && highest == -infinity()) offset[row] = 0.0f;  // -inf - -inf would be NaN
+      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset[row]));
+      maximum[row] = highest;
+      sum[row] *= correction[row];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
+      // The polynomial has no exact 0 for the -infinity of a masked score.
+      const bool on_fma_pipe =
+          !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+      scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
+      sum[fragment_row(i)] += scores[i];
+    }
+  }
+
+  // Multiplies an output fragment by the factors of `update`; with kLazyRescale only if any row
+  // of the warp needs it.
+  template <int kCount>
+  DEVICE static void rescale(float (&output)[kCount], const float (&correction)[2]) {
+    if (kLazyRescale &&
+        !__any_sync(0xffffffff, correction[0] != 1.0f || correction[1] != 1.0f)) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) output[i] *= correction[fragment_row(i)];
+  }
+
+  // After the last update: whole sums, and the natural logarithm of the sum of exponentials.
+  DEVICE void finish(float scale_log2, float (&inverse_sum)[2], float (&lse)[2]) {
+    constexpr float kLn2 = 0.693147180559945f;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float total = row_total(sum[row]);
+      inverse_sum[row] = total == 0.0f ? 0.0f : __frcp_rn(total);  // a row without keys gives 0
+      lse[row] = total == 0.0f ? -infinity() : (maximum[row] * scale_log2 + __log2f(total)) * kLn2;
+    }
+  }
+};
+
+using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
+using KvTile = SwizzledTile<kBlockN, kChunk>;
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Calls visit(Constant<0>()) to visit(Constant<kCount - 1>()).
+template <int kCount, int kIndex = 0, typename Visit>
+DEVICE void for_each_constant(Visit visit) {
+  if constexpr (kIndex < kCount) {
+    visit(Constant<kIndex>());
+    for_each_constant<kCount, kIndex + 1>(visit);
+  }
+}
+
+DEVICE constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
+
+template <typename T>
+DEVICE T* element_at(T* base, const Strides& strides, int batch, int row, int head) {
+  return base + batch * strides.batch + row * strides.row + head * strides.head;
+}
+
+// ---- units of 8 elements (16 bytes) between global and shared memory ----
+
+// Starts a copy to shared memory; zeros where there is no such unit, since 0 * NaN is NaN.
+DEVICE void load_unit(Element* shared, const Element* global, bool exists) {
+  if constexpr (kAlignment == 16) {
+    copy_async_16(shared, global, exists ? 16 : 0);
+  } else {
+    const u16* const bits = reinterpret_cast<const u16*>(global);
+    u32 pairs[4] = {};
+    if (exists) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = bits[2 * i] | static_cast<u32>(bits[2 * i + 1]) << 16;
+    }
+    *reinterpret_cast<uint4*>(shared) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+DEVICE void store_unit(Element* global, const Element* shared) {
+  const uint4 unit = *reinterpret_cast<const uint4*>(shared);
+  if constexpr (kAlignment == 16) {
+    *reinterpret_cast<uint4*>(global) = unit;
+  } else {
+    u16* const bits = reinterpret_cast<u16*>(global);
+    const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+  }
+}
+
+// Calls visit(unit, row, column) for this thread's units of a (kRows, kColumns) tile in global
+// memory that kTeam threads share. Neighbours take neighbouring units, and a thread keeps to its
+// columns, so that one pointer walks down the rows.
+template <int kRows, int kColumns, int kTeam, typename T, typename Visit>
+DEVICE void for_each_unit(T* tile, long long row_stride, Visit visit) {
+  constexpr int kUnits = kColumns / 8;
+  constexpr int kLanes = common_divisor(kUnits, kTeam);  // threads side by side in a row
+  constexpr int kRowsPerPass = kTeam / kLanes;
+  const int first_row = threadIdx.x % kTeam / kLanes, first_column = 8 * (threadIdx.x % kLanes);
+  T* own = tile + first_row * row_stride + first_column;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kRowsPerPass) {
+    if (row + kRowsPerPass > kRows && row + first_row >= kRows) return;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit += kLanes) {
+      visit(own + 8 * unit, row + first_row, 8 * unit + first_column);
+    }
+    own += kRowsPerPass * row_stride;
+  }
+}
+
+// Starts the copy of kColumns columns from `first_column` of a tile; rows at or past `rows` and
+// columns at or past kHeadDim become zeros. kWhole: all rows exist.
+template <int kRows, int kColumns, bool kWhole>
+DEVICE void load_tile(Element* tile, const Element* global, long long row_stride, int rows,
+                      int first_column) {
+  auto load = [&](const Element* unit, int row, int column) {
+    column += first_column;
+    const bool column_exists = kHeadDim == kHeadDimPadded || column < kHeadDim;
+    load_unit(tile + SwizzledTile<kRows, kChunk>::offset(row, column), unit,
+              column_exists && (kWhole || row < rows));
+  };
+  for_each_unit<kRows, kColumns, kThreads>(global + first_column, row_stride, load);
+}
+
+// ---- the two products of a warp ----
+//
+// Operands come from shared memory in fragments of 16 x 16, four 8 x 8 matrices of which ldmatrix
+// gives each lane a register: for Q (rows x depth) and, transposed, V (depth x columns) in the
+// order of columns of matrices, for K (keys x depth) in the order of rows, so that for K and V
+// registers 0 and 1 are mma.sync's B operand for the first 8 keys or columns, 2 and 3 for the rest.
+
+using Fragment = u32[4];
+
+// One column tile of Q for each row tile. `q_address` is the lane's part of the first.
+DEVICE void load_q(Fragment (&q)[kRowTiles], u32 q_address, int column) {
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile) {
+    load_matrix_x4(q[tile], QTile::moved(q_address, 16 * tile, column));
+  }
+}
+
+// S += Q K^T over the columns of one slice. k_tile is (kBlockN, kHeadDimPadded).
+template <int kSlice>
+DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQSteps][kRowTiles],
+                        u32 q_address, u32 k_address) {
+  constexpr int kFirst = kSlice * kBlockK / 16;  // column tiles
+  constexpr int kEnd = kSlice + 1 == kSlices ? kColumnTiles : kFirst + kBlockK / 16;
+  constexpr int kFragments = (kEnd - kFirst) * kKeyTiles;
+  Fragment k[kAhead];
+  auto load_k = [&](int i) {  // fragment i of the slice: keys first, then columns
+    if (i >= kFragments) return;
+    const int key = 16 * (i % kKeyTiles), column = 16 * (kFirst + i / kKeyTiles);
+    load_matrix_x4(k[i % kAhead], KvTile::moved(k_address, key, column));
+  };
+
+  if (!kQInRegisters) load_q(q[kFirst % kQSteps], q_address, 16 * kFirst);
+#pragma unroll
+  for (int i = 0; i < kAhead - 1; ++i) load_k(i);
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+    const int column_tile = kFirst + i / kKeyTiles, key_tile = i % kKeyTiles;
+    if (!kQInRegisters && key_tile == 0 && column_tile + 1 < kEnd) {
+      load_q(q[(column_tile + 1) % kQSteps], q_address, 16 * (column_tile + 1));
+    }
+    load_k(i + kAhead - 1);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const Fragment& a = q[column_tile % kQSteps][tile];
+      const Fragment& b = k[i % kAhead];
+      mma_m16n8k16<Element>(&s[tile][8 * key_tile], a, b[0], b[1]);
+      mma_m16n8k16<Element>(&s[tile][8 * key_tile + 4], a, b[2], b[3]);
+    }
+  }
+}
+
+// O += P V. Scores lie in registers as mma.sync's A operand wants them, once they are 16 bits
+// wide: P never touches shared memory. v_tile is (kBlockN, kHeadDimPadded).
+DEVICE void multiply_pv(float (&o)[kRowTiles][kHeadDim / 2],
+                        const float (&s)[kRowTiles][kBlockN / 2], u32 v_address) {
+  constexpr int kFragments = kKeyTiles * kColumnTiles;
+  u32 p[kRowTiles][kBlockN / 4];
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; i += 2) {
+      p[tile][i / 2] = pack<Element>(s[tile][i], s[tile][i + 1]);
+    }
+  }
+  Fragment v[kAhead];
+  auto load_v = [&](int i) {  // fragment i: columns first, then keys
+    if (i >= kFragments) return;
+    const int key = 16 * (i / kColumnTiles), column = 16 * (i % kColumnTiles);
+    load_matrix_x4_transposed(v[i % kAhead], KvTile::moved(v_address, key, column));
+  };
+
+#pragma unroll
+  for (int i = 0; i < kAhead - 1; ++i) load_v(i);
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+    const int key_tile = i / kColumnTiles, column_tile = i % kColumnTiles;
+    load_v(i + kAhead - 1);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const u32* const a = &p[tile][4 * key_tile];
+      const Fragment& b = v[i % kAhead];
+      mma_m16n8k16<Element>(&o[tile][8 * column_tile], a, b[0], b[1]);
+      if (16 * column_tile + 8 < kHeadDim) {
+        mma_m16n8k16<Element>(&o[tile][8 * column_tile + 4], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
+// ---- the end of a tile ----
+
+// Puts 16 rows of O into shared memory. `row` is the first of the lane's two.
+DEVICE void stage_output(Element* o_tile, const float (&o)[kHeadDim / 2], int row,
+                         const float (&inverse_sum)[2]) {
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; i += 2) {
+    const int half = fragment_row(i);
+    const int column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
+    *reinterpret_cast<u32*>(o_tile + QTile::offset(row + 8 * half, column)) =
+        pack<Element>(o[i] * inverse_sum[half], o[i + 1] * inverse_sum[half]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
+    fagen_forward_fp16_d40_full_narrow(const __grid_constant__ ForwardParams<Element> params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Element* const q_tile = reinterpret_cast<Element*>(shared_bytes);   // (kBlockM, kHeadDimPadded)
+  Element* const k_ring = q_tile + (kQInRegisters ? 0 : kQElements);  // kStages * (kBlockN, kHeadDimPadded)
+  Element* const v_ring = k_ring + kStages * kKvElements;             // the same
+
+  const Tile tile = tile_at<kBlockM, kCausal, kHeadGrouping>(blockIdx.x, params);
+  const int head_kv = tile.head / (params.heads_q / params.heads_kv);
+  const int rows = min(kBlockM, params.seqlen_q - tile.first_row);  // of the tile that exist
+  const Element* const q =  // (rows, kHeadDim), as o is
+      element_at(params.q, params.q_strides, tile.batch, tile.first_row, tile.head);
+  const Element* const k =  // (seqlen_k, kHeadDim), as v is
+      element_at(params.k, params.k_strides, tile.batch, 0, head_kv);
+  const Element* const v = element_at(params.v, params.v_strides, tile.batch, 0, head_kv);
+
+  const int warp_row = threadIdx.x / 32 * kWarpRows;             // the warp's first row in the tile
+  const int lane_row = warp_row + threadIdx.x % 32 / 4;          // and lane_row + 8, per row tile
+  // The lane's rows of the first fragments, see "the two products".
+  const int lane = threadIdx.x % 32;
+  const u32 q_address = shared_address(q_tile + QTile::offset(warp_row + lane % 16, lane / 16 * 8));
+  const u32 k_address = shared_address(k_ring + KvTile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+  const u32 v_address = shared_address(v_ring + KvTile::offset(lane % 16, lane / 16 * 8));
+
+  // Blocks of keys that any row sees, and those of them that every row sees whole.
+  const int keys = visible_keys<kCausal>(tile.first_row + rows - 1, params);
+  const int blocks = (keys + kBlockN - 1) / kBlockN;
+  const int whole_blocks = visible_keys<kCausal>(tile.first_row, params) / kBlockN;
+
+  auto load_q_slice = [&](int slice) {
+    load_tile<kBlockM, kBlockK, false>(q_tile, q, params.q_strides.row, rows, slice * kBlockK);
+  };
+  // One slice of a block of K, and a block of V. Only the last block may have keys past seqlen_k:
+  // the loads of all others are `whole`.
+  auto load_k_slice = [&](auto whole, int block, int stage, int slice) {
+    load_tile<kBlockN, kBlockK, decltype(whole)::value>(
+        k_ring + stage * kKvElements, k + block * kBlockN * params.k_strides.row,
+        params.k_strides.row, params.seqlen_k - block * kBlockN, slice * kBlockK);
+  };
+  auto load_v = [&](auto whole, int block, int stage) {
+    load_tile<kBlockN, kHeadDimPadded, decltype(whole)::value>(
+        v_ring + stage * kKvElements, v + block * kBlockN * params.v_strides.row,
+        params.v_strides.row, params.seqlen_k - block * kBlockN, 0);
+  };
+  // With more than one stage: K and V of a block after the first, in one group of copies. The
+  // group exists even if the block does not, since waiting means counting groups.
+  auto load_block = [&](int block, int stage) {
+    if (block >= 0) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) load_k_slice(Constant<true>(), block, stage, slice);
+      load_v(Constant<true>(), block, stage);
+    }
+    copy_async_commit();
+  };
+
+  float o[kRowTiles][kHeadDim / 2] = {};  // the warp's (kWarpRows, kHeadDim), as softmax.cuh says
+  OnlineSoftmax<kLazyRescale, kExp2FmaEvery> softmax[kRowTiles];
+  Fragment q_fragments[kQSteps][kRowTiles];
+  int stage = 0;  // of the rings, where the block of this step lies
+
+  auto step = [&](auto first, auto masked, int block) {
+    constexpr bool kFirst = decltype(first)::value, kMasked = decltype(masked)::value;
+    const u32 stage_bytes = stage * kKvElements * sizeof(Element);
+    float s[kRowTiles][kBlockN / 2] = {};  // (kWarpRows, kBlockN): scores, then probabilities
+
+    if constexpr (kStages > 1 && !kFirst) {
+      copy_async_wait<kStages - 2>();
+      __syncthreads();  // K and V are there for all warps, and all are done with the last block's
+      load_block(block - (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
+    }
+
+    // S = Q K^T
+    for_each_constant<kSlices>([&](auto slice) {
+      constexpr int kSlice = decltype(slice)::value;
+      if constexpr (kStages == 1 || kFirst) {
+        // Groups begun after this slice's: the slices after it, then V and the blocks after it;
+        // with one stage V begins under the first slice.
+        constexpr int kNewer = kSlices - 1 - kSlice + (kStages > 1 ? kStages : kSlice > 0);
+        copy_async_wait<kNewer>();
+        __syncthreads();  // the slice is there for all warps, and all are done with the last V
+        if constexpr (kStages == 1 && kSlice == 0) {
+          load_v(Constant<!kFirst>(), block, stage);
+          copy_async_commit();
+        }
+      }
+      multiply_qk<kSlice>(s, q_fragments, q_address, k_address + stage_bytes);
+    });
+
+    if constexpr (kStages == 1) {
+      copy_async_wait<0>();
+      __syncthreads();  // V is there for all warps, and all are done with K
+      if (block > 0) {
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) {
+          load_k_slice(Constant<true>(), block - 1, stage, slice);
+          copy_async_commit();
+        }
+      }
+    } else if constexpr (kFirst) {
+      copy_async_wait<kStages - 1>();
+      __syncthreads();  // V is there for all warps
+    }
+
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      if constexpr (kMasked) {
+        const int row = tile.first_row + lane_row + 16 * i;
+        const int visible[2] = {visible_keys<kCausal>(row, params),
+                                visible_keys<kCausal>(row + 8, params)};
+        mask_scores(s[i], block * kBlockN, visible);
+      }
+      float correction[2];
+      softmax[i].update<kMasked>(s[i], params.scale_log2, correction);
+      if constexpr (!kFirst) softmax[i].rescale(o[i], correction);
+    }
+
+    // O += P V
+    multiply_pv(o, s, v_address + stage_bytes);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  };
+
+  // From the last block of keys to the first, so that the masked ones come first.
+  if (blocks > 0) {
+    int block = blocks - 1;
+    if constexpr (kQInRegisters) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) load_q_slice(slice);
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncthreads();  // Q is there for all warps
+#pragma unroll
+      for (int i = 0; i < kColumnTiles; ++i) load_q(q_fragments[i], q_address, 16 * i);
+      __syncthreads();  // all warps have their fragments: the rings may take Q's place
+    }
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      if constexpr (!kQInRegisters) load_q_slice(slice);
+      load_k_slice(Constant<false>(), block, 0, slice);
+      copy_async_commit();
+    }
+    if constexpr (kStages > 1) {
+      load_v(Constant<false>(), block, 0);
+      copy_async_commit();
+#pragma unroll
+      for (int i = 1; i < kStages; ++i) load_block(block - i, i);
+    }
+
+    step(Constant<true>(), Constant<true>(), block--);
+    if constexpr (kCausal) {
+      for (; block >= whole_blocks; --block) step(Constant<false>(), Constant<true>(), block);
+    }
+    for (; block >= 0; --block) step(Constant<false>(), Constant<false>(), block);
+    if constexpr (kQInRegisters) __syncthreads();  // all warps are done with the rings: O takes their place
+  }
+
+  // Each warp writes its own rows, through its own rows of Q's place.
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    const int row = lane_row + 16 * i;
+    float inverse_sum[2], lse[2];
+    softmax[i].finish(params.scale_log2, inverse_sum, lse);
+    stage_output(q_tile, o[i], row, inverse_sum);
+    if (params.lse != nullptr && threadIdx.x % 4 == 0) {
+      const long long head = static_cast<long long>(tile.batch) * params.heads_q + tile.head;
+      float* const lse_rows = params.lse + head * params.seqlen_q + tile.first_row;  // (rows)
+      if (row < rows) lse_rows[row] = lse[0];
+      if (row + 8 < rows) lse_rows[row + 8] = lse[1];
+    }
+  }
+  __syncwarp();  // a lane stores what other lanes of its warp wrote
+  auto store = [&](Element* unit, int row, int column) {
+    if (warp_row + row >= rows) return;
+    store_unit(unit, q_tile + QTile::offset(warp_row + row, column));
+  };
+  for_each_unit<kWarpRows, kHeadDim, 32>(
+      element_at(params.o, params.o_strides, tile.batch, tile.first_row + warp_row, tile.head),
+      params.o_strides.row, store);
+}
