@@ -334,8 +334,9 @@ def _compile_within_limits(arch: str, count: int, head_dims: tuple[int, ...]) ->
         resources = answer.resources
         block = arithmetic.threads(config)
         assert resources.registers <= arithmetic.register_cap(config), f"{problem} {config}"
-        registers = arithmetic.round_up(resources.registers, 8) * arithmetic.round_up(block, 128)
-        assert registers * config.min_blocks_per_sm <= device.arch.registers_per_sm
+        warps = arithmetic.round_up(config.min_blocks_per_sm * math.ceil(block / 32), 4)
+        registers = arithmetic.round_up(resources.registers, 8) * 32 * warps
+        assert registers <= device.arch.registers_per_sm, f"{problem} {config}"
         smem = arithmetic.smem_bytes(config, problem) + resources.smem_bytes
         assert smem <= device.arch.smem_per_block, f"{problem} {config}"
         assert block <= 1024
