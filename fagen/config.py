@@ -16,6 +16,7 @@ ELEMENT_BYTES = 2
 BARRIER_BYTES = 8
 WARP = 32
 WARPGROUP = 128
+SCHEDULERS = 4  # of an SM
 MAX_REGISTERS = 255  # per thread, a limit of the instruction set
 SMEM_ALIGNMENT = 1024  # what the 128-byte swizzle needs of a tile's base
 
@@ -176,11 +177,13 @@ def threads(config: Sm80Forward | Sm90Forward) -> int:
 
 
 def register_cap(config: Sm80Forward | Sm90Forward, registers_per_sm: int = 65536) -> int:
-    """Registers per thread at entry, as `__launch_bounds__` makes the compiler allot them."""
-    per_warp = registers_per_sm // (
-        config.min_blocks_per_sm * round_up(threads(config), WARPGROUP) // WARP
-    )
-    return min(per_warp // WARP // 8 * 8, MAX_REGISTERS)
+    """Registers per thread at entry, as `__launch_bounds__` makes the compiler allot them.
+
+    The SM's four schedulers share its registers and deal out the warps of all blocks evenly.
+    """
+    warps = config.min_blocks_per_sm * -(-threads(config) // WARP)
+    per_thread = registers_per_sm // SCHEDULERS // (-(-warps // SCHEDULERS) * WARP)
+    return min(per_thread // 8 * 8, MAX_REGISTERS)
 
 
 def consumer_registers(config: Sm90Forward, registers_per_sm: int = 65536) -> int:
