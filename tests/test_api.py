@@ -179,7 +179,7 @@ def test_a_config_can_be_given_as_a_model_or_as_its_fields(fake: Fake):
     fagen.attention(*qkv(), config=fields)
     fagen.attention(*qkv(), config=Sm90Forward(**fields))
     assert [config for _, config in fake.compiles] == [Sm90Forward(**fields)]
-    with pytest.raises(ConfigError, match="illegal .* accumulators take 256 of 240 registers"):
+    with pytest.raises(ConfigError, match=r"illegal .* accumulators take 256 of 240 registers"):
         fagen.attention(*qkv(), config={**fields, "block_n": 256, "stages": 4})
     with pytest.raises(ArgumentError, match="block_x"):
         fagen.attention(*qkv(), config={**fields, "block_x": 1})
