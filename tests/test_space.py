@@ -327,8 +327,9 @@ def _jobs(
 
 def _compile_within_limits(arch: str, count: int, head_dims: tuple[int, ...]) -> None:
     device = _device(arch)
+    jobs = _jobs(device, count, head_dims)
     compiled = 0
-    for problem, config, answer in compile_many(_jobs(device, count, head_dims), device.arch):
+    for problem, config, answer in compile_many(jobs, device.arch, timeout=600):
         # A CompileError would be a static_assert too: Python and C++ disagree on a size.
         assert isinstance(answer, Compiled), f"{problem} {config}: {answer}"
         resources = answer.resources
