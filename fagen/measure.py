@@ -28,7 +28,7 @@ from fagen.problem import WIDE_ALIGNMENT, Problem, Shape
 if TYPE_CHECKING:
     from fagen.launch import LoadedKernel, TensorView
 
-Call = Callable[[int], None]  # takes the CUDA stream's handle and only queues work on it
+Call = Callable[[int], object]  # takes the CUDA stream's handle and only queues work on it
 
 BURST_US = 5_000.0
 PAUSE_S = 0.002

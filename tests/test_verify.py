@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +206,96 @@ def test_cases_surround_the_blocks() -> None:
     assert max(tiles) > 4 * 188, "a persistent block must meet a second tile on any known card"
 
 
+# ---- verify itself, around a kernel that NumPy stands in for ----
+
+Spoil = Callable[[int, Array, Array], None]  # launch number, the O buffer, the LSE buffer
+
+
+@pytest.fixture
+def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verdict]:
+    """Runs `verify` on a right kernel whose buffers `spoil` changes after each launch."""
+    problem = Problem(dtype="bf16", head_dim=8, causal=True)
+    config = Sm90Forward(block_m=64, block_n=32, block_k=32, stages=1, ping_pong=False)
+
+    def bench(problem: Problem, case: verify._Case, device_index: int) -> Any:
+        inputs = random_inputs("bf16", 8, case.shape, drift=case.drift)
+        references = reference.references(*inputs, causal=True)
+        slab = verify._Slab(inputs[0].shape, narrow=False)
+        expected = expect(references, "bf16", case.shape)
+        return SimpleNamespace(expected=expected, o_slab=slab, soft=references.float32_softmax)
+
+    def verdict(spoil: Spoil) -> verify.Verdict:
+        launches = itertools.count(1)
+
+        def run(kernel: Any, bench: Any, device_index: int) -> tuple[Array, Array]:
+            batch, seqlen, heads, head_dim = bench.o_slab.dims
+            o = np.full(bench.o_slab.size, verify.POISON)
+            rows = bench.o_slab.rows_of(o)
+            tensor = bench.soft.reshape(batch, heads, seqlen, head_dim).transpose(0, 2, 1, 3)
+            rows[...] = tensor.astype(NUMPY_DTYPE["bf16"]).view(np.uint16).reshape(rows.shape)
+            lse = np.full(batch * heads * seqlen + 2 * verify.GUARD, verify.POISON_32)
+            lse[verify.GUARD : -verify.GUARD] = bench.expected.lse.astype(np.float32).view(
+                np.uint32
+            )
+            spoil(next(launches), o, lse.view(np.float32))
+            return o, lse.view(np.float32)
+
+        monkeypatch.setattr(verify, "on_device", lambda index: nullcontext())
+        monkeypatch.setattr(verify, "_cached_bench", bench)
+        monkeypatch.setattr(verify, "_run_poisoned", run)
+        kernel: Any = SimpleNamespace(problem=problem, config=config)
+        return verify.verify(kernel)
+
+    return verdict
+
+
+def test_verify_accepts_a_right_kernel(verdict_on: Callable[[Spoil], verify.Verdict]) -> None:
+    verdict = verdict_on(lambda launch, o, lse: None)
+    assert verdict, verdict.reason
+    assert verdict.rms_ratio == pytest.approx(1.0, abs=0.01)
+    assert 0 < verdict.max_error < verdict.allowed_error
+    assert verdict.shape is not None
+
+
+def _guard_of_o(launch: int, o: Array, lse: Array) -> None:
+    o[-1] = 0
+
+
+def _guard_of_lse(launch: int, o: Array, lse: Array) -> None:
+    lse[verify.GUARD - 1] = 0
+
+
+def _unsteady(launch: int, o: Array, lse: Array) -> None:
+    if launch == 6:  # the second of the third shape
+        o[verify.GUARD] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_guard_of_o, "wrote outside of the output"),
+        (_guard_of_lse, "wrote outside of the logsumexp"),
+        (_unsteady, "two runs differ"),
+    ],
+)
+def test_verify_refuses_what_memory_shows(
+    spoil: Spoil, reason: str, verdict_on: Callable[[Spoil], verify.Verdict]
+) -> None:
+    verdict = verdict_on(spoil)
+    assert not verdict
+    assert reason in verdict.reason
+
+
+def test_small_shapes_are_pooled_for_the_rms_rule(
+    monkeypatch: pytest.MonkeyPatch, verdict_on: Callable[[Spoil], verify.Verdict]
+) -> None:
+    monkeypatch.setattr(verify, "MAX_RMS_RATIO", 0.99)
+    monkeypatch.setattr(verify, "RMS_ELEMENTS", 10**9)
+    verdict = verdict_on(lambda launch, o, lse: None)
+    assert not verdict
+    assert "over all shapes" in verdict.reason
+
+
 # ---- planted bugs ----
 
 PROBLEMS = {causal: Problem(dtype="bf16", head_dim=64, causal=causal) for causal in (False, True)}
@@ -259,4 +352,4 @@ def test_sample_of_a_large_shape() -> None:
     bug = BUGS["causal off by one"]
     source = bug.plant(config.template, kernel.compiled.source)
     wrong = LoadedKernel(compile_source(source, device.arch, kernel_name(problem)), problem, config)
-    assert "row" in verify.check_sample(wrong, shape).reason
+    assert "output is off" in verify.check_sample(wrong, shape).reason

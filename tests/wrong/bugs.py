@@ -65,6 +65,13 @@ BUGS: dict[str, Bug] = {
         },
         reason="output was not written",
     ),
+    "rows past the end": Bug(
+        {
+            _SM80: ("if (warp_row + row >= rows)", "if (warp_row + row > rows)"),
+            _SM90: ("if (row < params.seqlen_q) lse_rows", "lse_rows"),
+        },
+        reason="wrote outside of the (output|logsumexp)",
+    ),
     # A right kernel ran before on the same buffers: without poison its output would pass.
     "stale output": Bug(
         {
