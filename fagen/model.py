@@ -252,7 +252,7 @@ def explain_prediction(
         cycles = TILE_CYCLES + q_and_o / TILE_BYTES_PER_CLOCK
         if isinstance(config, Sm90Forward) and config.persistent:
             cycles *= PERSISTENT_TILE
-        return cycles / blocks**HIDDEN_BY_RESIDENTS * blocks
+        return cycles * float(blocks ** (1 - HIDDEN_BY_RESIDENTS))
 
     tiles = head.tiles * heads
     slots = device.sm_count * residents

@@ -29,8 +29,8 @@ class Measured(BaseModel):
         time_us: median time of one call in microseconds.
         spread: interquartile range over median.
         samples: calls that were timed.
-        policy: how, such as "cold-l2".
-        cubin: SHA-256 of what ran, in hex; "" where it was no cubin (a recorded table).
+        policy: how, such as "cold-queued".
+        cubin: `store.digest` of what ran; "" where it was no cubin (a recorded table).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

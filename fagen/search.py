@@ -284,10 +284,14 @@ class Study:
         return bool(self._taken.all())
 
     @property
+    def done(self) -> int:
+        """How many configs passed the static filter."""
+        return len(self.tried) - sum(self.rejections[kind] for kind in STATIC_REJECTIONS)
+
+    @property
     def on_gpu(self) -> int:
-        """How many configs passed the static filter, the pending ones included."""
-        static = sum(self.rejections[kind] for kind in STATIC_REJECTIONS)
-        return len(self.tried) - static + len(self._pending)
+        """How many configs passed the static filter, or may still."""
+        return self.done + len(self._pending)
 
     def ask(self) -> AnyConfig | None:
         """A config that was not asked for before; None when all were."""

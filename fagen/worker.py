@@ -1,0 +1,382 @@
+"""The process that owns a GPU while tuning, and that a bad kernel may kill.
+
+The parent never touches CUDA. It sends one request at a time and waits until a deadline: a kernel
+that hangs is killed with its process, one that ruins the CUDA context ends it, and the next
+request starts a new one (about a second). The worker dies with its parent, however that dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from multiprocessing import resource_tracker
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from fagen.compile import Compiled
+from fagen.device import Device
+from fagen.errors import CompileError, CudaError, DeviceError, FagenError
+from fagen.outcome import Measured, Outcome, Rejected
+from fagen.problem import Problem, Shape
+from fagen.space import AnyConfig
+from fagen.store import digest
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from fagen.launch import LoadedKernel
+    from fagen.measure import Call
+    from fagen.verify import Verdict
+
+START_SECONDS = 60.0  # more for the first request: imports, CUDA context, helper kernels
+DEADLINE_SECONDS = 20.0  # of one request
+COMPARE_SECONDS = 120.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+TORCH = "torch SDPA"  # its name in `compare`
+
+Candidate = tuple[Compiled, AnyConfig]
+Reply = TypeVar("Reply")
+
+
+class DeviceReport(BaseModel):
+    """What the worker says of its GPU.
+
+    Attributes:
+        device: the card.
+        driver: the newest CUDA version that the driver knows, such as "13.0".
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Device
+    driver: str
+
+
+class _Lost(Exception):  # noqa: N818  (it never leaves this module)
+    """The worker is gone; `rejection` says how."""
+
+    def __init__(self, rejection: Rejected) -> None:
+        super().__init__(rejection.reason)
+        self.rejection = rejection
+
+
+class Worker:
+    """A process that runs kernels on one GPU. A context manager; one thread at a time.
+
+    Args:
+        device_index: the GPU, as CUDA counts.
+        evaluator: "module:function" with the arguments and result of `evaluate_on_device`, for
+            tests that have no GPU.
+        deadline_s: seconds after which a request is a hang.
+    """
+
+    def __init__(
+        self,
+        device_index: int = 0,
+        *,
+        evaluator: str = "fagen.worker:evaluate_on_device",
+        deadline_s: float = DEADLINE_SECONDS,
+    ) -> None:
+        self.device_index = device_index
+        self.deadline_s = deadline_s
+        self._evaluator = evaluator
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self.starts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, in the middle of a kernel if need be."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def describe_device(self) -> DeviceReport:
+        """The GPU and its driver.
+
+        Raises:
+            DeviceError: if there is none, or it does not answer.
+        """
+        return self._demand(DeviceReport, "fagen.worker:_describe", self.device_index)
+
+    def evaluate(
+        self, compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape
+    ) -> Outcome:
+        """Verifies a kernel (once for all shapes) and times it on one shape."""
+        arguments = (compiled, problem, config, shape, self.device_index)
+        try:
+            outcome: object = self._request(self.deadline_s, self._evaluator, *arguments)
+        except _Lost as lost:
+            return lost.rejection
+        if not isinstance(outcome, Measured | Rejected):
+            raise TypeError(f"{self._evaluator} returned {outcome!r}, which is no outcome")
+        if isinstance(outcome, Rejected) and outcome.kind == "crash":
+            self.close()  # the CUDA context is lost, and the process with it
+        return outcome
+
+    def compare(
+        self, candidates: Sequence[Candidate], problem: Problem, shape: Shape
+    ) -> dict[str, list[float]]:
+        """Times verified kernels side by side: their medians of each round, in microseconds.
+
+        Returns:
+            By `str(config)`, and by `TORCH` where torch is installed and covers the problem.
+
+        Raises:
+            DeviceError: if a kernel fails that did not before.
+        """
+        arguments = (tuple(candidates), problem, shape, self.device_index)
+        times: dict[str, list[float]] = self._demand(
+            dict, "fagen.worker:_compare", *arguments, deadline_s=COMPARE_SECONDS
+        )
+        return times
+
+    def _demand(
+        self, kind: type[Reply], function: str, *arguments: Any, deadline_s: float | None = None
+    ) -> Reply:
+        """A request whose failure is an error."""
+        try:
+            reply = self._request(deadline_s or self.deadline_s, function, *arguments)
+        except _Lost as lost:
+            raise DeviceError(f"GPU {self.device_index}: {lost}") from None
+        if not isinstance(reply, kind):
+            raise TypeError(f"{function} returned {reply!r}, not {kind.__name__}")
+        return reply
+
+    def _request(self, deadline_s: float, function: str, *arguments: Any) -> Any:
+        """What `function(*arguments)` returns in the worker.
+
+        Raises:
+            _Lost: the worker hung or died.
+            FagenError: the function did.
+            RuntimeError: the worker met another Python error, a fault of fagen; its traceback is
+                on stderr.
+        """
+        if self._process is None or not self._process.is_alive():
+            self.close()
+            self._start()
+            deadline_s += START_SECONDS
+        assert self._connection is not None
+        try:
+            self._connection.send((function, arguments))
+            if not self._connection.poll(deadline_s):
+                self.close()
+                reason = f"no answer within {deadline_s:g} s; the process was killed"
+                raise _Lost(Rejected(kind="hang", reason=reason))
+            reply = self._connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        except KeyboardInterrupt:
+            self.close()  # else its answer would be taken for the next one's
+            raise
+        if isinstance(reply, FagenError):
+            raise reply
+        return reply
+
+    def _death(self) -> Exception:
+        """Why the worker is gone."""
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        self.close()
+        if code == 1:  # what Python exits with after a traceback
+            return RuntimeError(
+                "the tuning process met a Python error: its traceback is above. If it speaks of "
+                'the bootstrapping phase, guard your script with `if __name__ == "__main__":`'
+            )
+        died = f"exited with code {code}"
+        if code is not None and code < 0:
+            died = f"was killed by {signal.Signals(-code).name}"
+        return _Lost(Rejected(kind="crash", reason=f"the process that ran it {died}"))
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        # Ctrl-C is for the parent, which then ends the worker: children inherit the mask. The
+        # tracker's own start would lift it, so that comes first.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # so that its end reads as the end of the process
+        self.starts += 1
+
+
+# ---- what runs in the worker ----
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    """Answers requests until the parent hangs up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before that
+        os._exit(0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are daily business here
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        reply: Any
+        try:
+            reply = _named(function)(*arguments)
+        except CudaError as error:
+            reply = DeviceError(str(error))  # survives pickling
+        except FagenError as error:
+            reply = error
+        connection.send(reply)
+
+
+def _named(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _describe(device_index: int) -> DeviceReport:
+    from fagen import driver
+
+    version = ".".join(map(str, driver.driver_version()))
+    return DeviceReport(device=driver.query_device(device_index), driver=version)
+
+
+def evaluate_on_device(
+    compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape, device_index: int
+) -> Outcome:
+    """One candidate on one shape: loaded and verified once, then checked and timed there.
+
+    Raises:
+        DeviceError: if the device's memory is full.
+    """
+    from fagen.driver import FATAL
+    from fagen.measure import measure
+    from fagen.verify import check_sample
+
+    try:
+        kernel = _load(_Key(compiled), problem, config)
+        verdict = _verdict(_Key(compiled), problem, config, device_index)
+        if verdict.ok:
+            verdict = check_sample(kernel, shape, device_index=device_index)
+        if not verdict.ok:
+            return Rejected(kind="wrong", reason=verdict.reason)
+        timing = measure(kernel, shape, device_index=device_index)
+        after = check_sample(kernel, shape, device_index=device_index, rows=8)
+    except CudaError as error:
+        return Rejected(kind="crash" if error.code in FATAL else "launch", reason=str(error))
+    if not after.ok:
+        return Rejected(kind="wrong", reason=f"after timing: {after.reason}")
+    return Measured(
+        time_us=timing.median_us,
+        spread=timing.spread,
+        samples=timing.samples,
+        policy=timing.policy,
+        cubin=digest(compiled.cubin),
+    )
+
+
+class _Key:
+    """A compiled kernel that hashes by its key."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+
+    def __hash__(self) -> int:
+        return hash(self.compiled.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.compiled.key == other.compiled.key
+
+
+@lru_cache(maxsize=64)
+def _load(key: _Key, problem: Problem, config: AnyConfig) -> LoadedKernel:
+    from fagen.launch import LoadedKernel
+
+    return LoadedKernel(key.compiled, problem, config)
+
+
+@lru_cache(maxsize=4096)
+def _verdict(key: _Key, problem: Problem, config: AnyConfig, device_index: int) -> Verdict:
+    from fagen.verify import verify
+
+    return verify(_load(key, problem, config), device_index=device_index)
+
+
+def _compare(
+    candidates: Sequence[Candidate], problem: Problem, shape: Shape, device_index: int
+) -> dict[str, list[float]]:
+    from fagen.measure import compare, tensors
+
+    at = tensors(problem, shape, device_index)
+    scale = problem.head_dim**-0.5
+
+    def call_of(kernel: LoadedKernel) -> Call:
+        def call(stream: int) -> None:
+            kernel.launch(
+                at.q, at.k, at.v, at.o, 0, scale, device_index=device_index, stream=stream
+            )
+
+        return call
+
+    calls: dict[str, Call] = {}
+    for compiled, config in candidates:
+        verdict = _verdict(_Key(compiled), problem, config, device_index)
+        if not verdict.ok:
+            raise CompileError(f"{config} was right and is wrong now: {verdict.reason}")
+        calls[str(config)] = call_of(_load(_Key(compiled), problem, config))
+    torch_call = _torch_call(problem, shape, device_index)
+    if torch_call is not None:
+        calls[TORCH] = torch_call
+    return compare(calls, device_index=device_index)
+
+
+def _torch_call(problem: Problem, shape: Shape, device_index: int) -> Call | None:
+    """torch's own attention on random inputs, with the backend that it picks."""
+    if problem.causal and shape.seqlen_q != shape.seqlen_k:
+        return None  # its mask is aligned top-left
+    try:
+        import torch
+    except ImportError:
+        return None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
+
+    def random(seqlen: int, heads: int) -> Any:
+        dims = (shape.batch, seqlen, heads, problem.head_dim)
+        x = torch.randn(dims, dtype=dtype, device=f"cuda:{device_index}")
+        return x.transpose(1, 2)
+
+    q = random(shape.seqlen_q, shape.heads_q)
+    k, v = (random(shape.seqlen_k, shape.heads_kv) for _ in range(2))
+    options: dict[str, Any] = {"is_causal": problem.causal}
+    if shape.heads_q != shape.heads_kv:
+        options["enable_gqa"] = True
+    torch.cuda.synchronize(device_index)
+
+    def external(stream: int) -> Any:
+        return torch.cuda.ExternalStream(stream, device=device_index)
+
+    def call(stream: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(external(stream)):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
