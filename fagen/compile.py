@@ -264,10 +264,15 @@ def _run_nvrtc(source: str, arch: Architecture, kernel_name: str) -> tuple[bytes
     try:
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
+        if not log:  # NVRTC's own cache had it, and keeps no log
+            nvrtc.compileProgram(program, (*options, "--no-cache"))
+            log = nvrtc.getProgramLog(program)
         return nvrtc.getCUBIN(program), nvrtc.getPTX(program), log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
-        first = next((line for line in log.splitlines() if "error" in line), str(error))
+        first = next(
+            (line for line in log.splitlines() if re.search("error|fatal", line)), str(error)
+        )
         raise CompileError(
             f"NVRTC {nvrtc_version()} refused {kernel_name} for {arch.target}: {first.strip()}", log
         ) from None

@@ -17,7 +17,9 @@ from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
 from fagen.problem import WIDE_ALIGNMENT, Problem
 
 AnyConfig = Sm80Forward | Sm90Forward
+WGMMA_OVERHEAD_REGISTERS = 26  # beside its operands; ptxas names the sum when it refuses (C7602)
 SPARE_REGISTERS = 16  # what addresses, indices and softmax state need beside the accumulators
+WGMMA_OPERAND_REGISTERS = 30  # what ptxas wants for one wgmma beside its accumulators (measured)
 
 
 def axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
@@ -148,6 +150,16 @@ def _register_pool(c: Any, p: Problem, d: Device) -> str | None:
     return None
 
 
+def _wgmma(c: Any, p: Problem, d: Device) -> str | None:
+    """ptxas allots for entry, before setmaxnreg, and refuses a wgmma whose operands do not fit."""
+    cap = arithmetic.register_cap(c, d.arch.registers_per_sm)
+    p_operands = 0 if c.p_in_smem else 4
+    need = max(c.block_n // 2, p.head_dim // 2 + p_operands) + WGMMA_OVERHEAD_REGISTERS
+    if need > cap:
+        return f"one wgmma needs {need} registers at entry, and a thread enters with {cap}"
+    return None
+
+
 def _accumulators(c: Any, p: Problem, d: Device) -> str | None:
     need = arithmetic.accumulator_registers(c, p)
     cap = (
@@ -157,6 +169,15 @@ def _accumulators(c: Any, p: Problem, d: Device) -> str | None:
     )
     if need + SPARE_REGISTERS > cap:
         return f"accumulators take {need} of {cap} registers: {SPARE_REGISTERS} must stay free"
+    return None
+
+
+def _instruction_registers(c: Any, p: Problem, d: Device) -> str | None:
+    """ptxas (C7602): one wgmma must fit the registers at entry, whatever setmaxnreg adds."""
+    need = max(p.head_dim, c.block_n) // 2 + WGMMA_OPERAND_REGISTERS
+    cap = arithmetic.register_cap(c, d.arch.registers_per_sm)
+    if need > cap:
+        return f"one wgmma takes {need} registers: the kernel enters with {cap}"
     return None
 
 
@@ -179,6 +200,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(("block_m", "ping_pong"), _turns),
         Rule(_SM90_THREADS, _threads),
         Rule(_SM90_THREADS, _register_pool),
+        Rule((*_SM90_THREADS, "block_n", "p_in_smem"), _wgmma),
+        Rule((*_SM90_THREADS, "block_n"), _instruction_registers),
         Rule((*_SM90_THREADS, "block_n", "overlap", "p_in_smem"), _accumulators),
         Rule(("block_m", "block_n", "block_k", "stages", "min_blocks_per_sm", "p_in_smem"), _smem),
     ),

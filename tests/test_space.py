@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from fagen import config as arithmetic
-from fagen.compile import Compiled, compile_many
+from fagen import render
+from fagen.compile import Compiled, compile_many, compile_source
 from fagen.config import Sm80Forward, Sm90Forward, parse_config
 from fagen.device import ARCHITECTURES, Device, architecture, typical_device
-from fagen.errors import ArgumentError
+from fagen.errors import ArgumentError, CompileError
 from fagen.problem import Problem
 from fagen.space import AnyConfig, axes, default_config, legal_configs, why_illegal
 
@@ -215,10 +216,11 @@ AMPERE = Sm80Forward(block_m=128, block_n=64, block_k=128, warps=4, stages=1)
         (HOPPER, {"block_m": 64}, "sm90", {}, "ping_pong needs two consumer warpgroups"),
         (HOPPER, {"stages": 4}, "sm90", {}, r"shared memory: 29\d,\d{3} bytes of 232,448"),
         (HOPPER, {"min_blocks_per_sm": 6}, "sm90", {}, "2304 threads of the 2048"),
-        (HOPPER, {"min_blocks_per_sm": 2}, "sm90", {}, "accumulators take"),
+        (HOPPER, {"min_blocks_per_sm": 2}, "sm90", {}, "wgmma needs 94 .* enters with 80"),
+        (HOPPER, {"block_n": 256}, "sm90", {}, "accumulators take 256 of 240"),
         (HOPPER, {"producer_registers": 16}, "sm90", {}, "at least 24 registers, not 16"),
         (HOPPER, {"producer_registers": 200}, "sm90", {}, "cannot give up to 200"),
-        (HOPPER, {"block_m": 192, "block_n": 256}, "sm90", {}, "accumulators take 256 of 160"),
+        (HOPPER, {"block_m": 192, "block_n": 192}, "sm90", {}, "accumulators take 208 of 160"),
         (AMPERE, {"block_k": 24}, "sm80", {}, "block_k"),
         (AMPERE, {"warps": 16}, "sm80", {}, "block_m=128 does not split into 16-row tiles"),
         (AMPERE, {"warps": 3}, "sm80", {}, "does not split"),
@@ -290,6 +292,31 @@ def test_default_takes_the_native_template_where_it_can() -> None:
     assert default_config(_problem(64), hopper).template == "forward_sm90"
     assert default_config(_problem(64, alignment=2), hopper).template == "forward_sm80"
     assert default_config(_problem(64), _device("sm120")).template == "forward_sm80"
+
+
+@pytest.mark.parametrize(("head_dim", "block_n", "fits"), [(72, 64, True), (64, 80, False)])
+def test_compiler_agrees_on_what_one_wgmma_needs(head_dim: int, block_n: int, fits: bool) -> None:
+    """62 of 64 registers compile, 66 do not."""
+    config = Sm90Forward(
+        block_m=64,
+        block_n=block_n,
+        block_k=64,
+        stages=1,
+        min_blocks_per_sm=4,
+        ping_pong=False,
+        overlap=False,
+        p_in_smem=True,
+    )
+    reason = why_illegal(config, _problem(head_dim), _device("sm90"))
+    assert (reason is None) is fits
+    source = render.render(_problem(head_dim), config)
+    name = render.kernel_name(_problem(head_dim))
+    if fits:
+        compile_source(source, _device("sm90").arch, name, cached=False)
+    else:
+        with pytest.raises(CompileError, match=r"Insufficient registers \(64\)") as caught:
+            compile_source(source, _device("sm90").arch, name, cached=False)
+        assert "66 or higher" in caught.value.log
 
 
 # ---- accepted configs compile, within the limits that the rules promise ----
