@@ -19,7 +19,6 @@ from fagen.problem import WIDE_ALIGNMENT, Problem
 AnyConfig = Sm80Forward | Sm90Forward
 WGMMA_OVERHEAD_REGISTERS = 26  # beside its operands; ptxas names the sum when it refuses (C7602)
 SPARE_REGISTERS = 16  # what addresses, indices and softmax state need beside the accumulators
-WGMMA_OPERAND_REGISTERS = 30  # what ptxas wants for one wgmma beside its accumulators (measured)
 
 
 def axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
@@ -172,15 +171,6 @@ def _accumulators(c: Any, p: Problem, d: Device) -> str | None:
     return None
 
 
-def _instruction_registers(c: Any, p: Problem, d: Device) -> str | None:
-    """ptxas (C7602): one wgmma must fit the registers at entry, whatever setmaxnreg adds."""
-    need = max(p.head_dim, c.block_n) // 2 + WGMMA_OPERAND_REGISTERS
-    cap = arithmetic.register_cap(c, d.arch.registers_per_sm)
-    if need > cap:
-        return f"one wgmma takes {need} registers: the kernel enters with {cap}"
-    return None
-
-
 _SM80_REGISTERS = ("block_m", "block_n", "block_k", "warps", "min_blocks_per_sm", "q_in_registers")
 _SM90_THREADS = ("block_m", "producer_registers", "min_blocks_per_sm")
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -201,7 +191,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_SM90_THREADS, _threads),
         Rule(_SM90_THREADS, _register_pool),
         Rule((*_SM90_THREADS, "block_n", "p_in_smem"), _wgmma),
-        Rule((*_SM90_THREADS, "block_n"), _instruction_registers),
         Rule((*_SM90_THREADS, "block_n", "overlap", "p_in_smem"), _accumulators),
         Rule(("block_m", "block_n", "block_k", "stages", "min_blocks_per_sm", "p_in_smem"), _smem),
     ),
