@@ -33,7 +33,7 @@ check:  ## compile and judge every stored record and a sample of each space
 	fagen check
 
 golden:  ## rewrite tests/golden after a template changed; read the diff
-	pytest tests/test_emit.py --update-golden
+	python tests/test_golden.py
 
 bench:  ## measure against the peers and rewrite the README's table
 	fagen bench --json benchmarks/results/h200.json --readme README.md

@@ -186,12 +186,18 @@ def _compile_all(
     return results
 
 
+def _why_refused(error: CompileError) -> str:
+    """The first line of the compiler's log that names an error, or else the error itself."""
+    lines = [line for line in error.log.splitlines() if "error" in line or "fatal" in line]
+    return lines[0] if lines else str(error).partition("\n")[0]
+
+
 def _judge_sample(results: dict[Job, Compiled | CompileError]) -> SampleReport:
     refused = []
     slow: Counter[str] = Counter()
     for (problem, config), result in results.items():
         if isinstance(result, CompileError):
-            refused.append(f"{problem} {config}: {str(result).splitlines()[0]}")
+            refused.append(f"{problem} {config}: {_why_refused(result)}")
         elif reason := result.resources.why_bad():
             slow[re.sub(r"\d+", "N", reason.partition(":")[0])] += 1
     return SampleReport(compiled=len(results), refused=tuple(refused), slow=dict(slow))
@@ -204,7 +210,7 @@ def _judge_record(
     verified = None
     fault = why_illegal(record.config, record.problem, device)
     if fault is None and isinstance(result, CompileError):
-        fault = f"does not compile: {str(result).splitlines()[0]}"
+        fault = f"does not compile: {_why_refused(result)}"
     compiled = None if result is None or isinstance(result, CompileError) else result
     if fault is None and compiled is not None:
         fault = compiled.resources.why_bad()

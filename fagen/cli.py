@@ -9,27 +9,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fagen.errors import ArgumentError, ConfigError, DeviceError, FagenError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fagen.check import Report
     from fagen.device import Device
     from fagen.problem import Problem, Shape
     from fagen.space import AnyConfig
-    from fagen.store import Store
+    from fagen.store import Record, Store
+    from fagen.tune import Task
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-PIPE_WIDTH = 240  # columns of a table that no terminal shows
 
 # One worked example per command; the help shows them, and the tests parse them.
 EXAMPLES = {
@@ -62,9 +61,11 @@ Arch = Annotated[
 DtypeName = Annotated[str | None, typer.Option(help="fp16 or bf16.")]
 HeadDim = Annotated[int | None, typer.Option(help="Head dim: a multiple of 8 from 8 to 256.")]
 Causal = Annotated[bool | None, typer.Option("--causal/--no-causal", help="The mask.")]
-Batch = Annotated[int | None, typer.Option(help="Sequences in the batch.")]
-Heads = Annotated[int | None, typer.Option(help="Query heads.")]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads (GQA); --heads if left out.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences. Default: 16384 / seqlen.")]
+Heads = Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 2048 / head dim.")]
+KvHeads = Annotated[
+    int | None, typer.Option(min=1, help="Key/value heads (GQA). Default: as many as query heads.")
+]
 DeviceIndex = Annotated[int, typer.Option("--device", help="CUDA device number.")]
 ConfigFile = Annotated[
     Path | None,
@@ -192,25 +193,42 @@ def _store(ctx: typer.Context, config: Path | None) -> Store:
 # ---- values -> text ----
 
 
-def _console(file: TextIO | None = None) -> Console:
-    from rich.console import Console
-
-    file = file or sys.stdout
-    return Console(file=file, width=None if file.isatty() else PIPE_WIDTH, highlight=False)
-
-
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """One line per row, for eyes, grep and awk alike; the last column may be long."""
+    lines = [columns, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
-    table = Table(*columns, title=title or None, box=SIMPLE_HEAD, title_justify="left")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    _console().print(table)
+
+def _print_records(records: Sequence[Record], notes: Sequence[str] | None = None) -> None:
+    columns = ["problem", "bucket", "device", "kind", "us", "TFLOP/s", "/ default", "config"]
+    rows = []
+    for record in records:
+        result = record.result
+        ratio = result.speedup_over_default
+        rows.append(
+            [
+                record.problem,
+                record.bucket,
+                record.device.key,
+                result.kind,
+                f"{result.median_us:.1f}",
+                f"{result.tflops:.0f}",
+                f"{ratio:.2f}" if ratio else "-",
+                record.config,
+            ]
+        )
+    if notes and any(notes):
+        columns.append("note")
+        rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
+    if rows:
+        _print_table(columns, rows)
 
 
 # ---- commands ----
@@ -233,6 +251,132 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command(epilog=_example("tune"))
+def tune(
+    ctx: typer.Context,
+    arch: Arch = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="fp16 or bf16; may be repeated. Default: both.")
+    ] = None,
+    head_dim: Annotated[
+        list[int] | None,
+        typer.Option(help="May be repeated. Default: 128, 64, 256, 96, 192."),
+    ] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="The mask. Default: both.")
+    ] = None,
+    seqlen: Annotated[str, typer.Option(help="Sequence lengths.")] = "512,2048,8192",
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Configs to time for each problem and length.")
+    ] = 100,
+    budget: Annotated[
+        str | None, typer.Option(help="Time for everything, as 90s, 5m or 1h.")
+    ] = None,
+    sampler: Annotated[
+        str, typer.Option(help="tpe, random, brute-force, gp, nsga2 or qmc.")
+    ] = "tpe",
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampler.")] = 0,
+    template: Annotated[
+        str | None, typer.Option(help="Default: the native one of the architecture.")
+    ] = None,
+    device: Annotated[
+        int | None, typer.Option(min=0, help="CUDA device number. Default: the first that fits.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="A journal file, or a URL such as sqlite:///trials.db.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with what an earlier run tried.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The YAML file to write. Default: your own records.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Search the fastest config for each problem, verify it, time it, and save it.
+
+    Where no card of the architecture is present, configs are compiled and ranked by a static
+    model, and the records are marked as predicted. Ctrl-C keeps the best so far.
+    """
+    from rich.console import Console
+
+    from fagen import tune as room
+    from fagen.config import TEMPLATES
+    from fagen.progress import TuneProgress, span
+    from fagen.search import SAMPLERS
+
+    card, present = _device(arch, device)
+    if sampler not in SAMPLERS:
+        raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
+    if template is not None and template not in TEMPLATES:
+        raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
+    budget_s = _seconds(budget) if budget else None
+    tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
+    expected = room.estimate_seconds(tasks, trials, measured=present is not None)
+    shapes = sum(len(task.shapes) for task in tasks)
+    print(
+        f"{len(tasks)} problems, {shapes} shapes, {card}: about "
+        f"{span(min(expected, budget_s or expected))}",
+        file=sys.stderr,
+    )
+    with TuneProgress(Console(stderr=True)) as progress:
+        result = room.tune(
+            tasks,
+            arch=card.arch,
+            device_index=present or 0,
+            template=template,
+            trials=trials,
+            budget_s=budget_s,
+            sampler=sampler,
+            seed=seed,
+            storage=storage,
+            resume=resume,
+            out=out,
+            on_event=progress,
+        )
+    _print_records(result.records)
+    if result.records:
+        print(f"saved in {result.path}")
+    if result.storage:
+        print(f"trials kept in {result.storage}")
+    if result.interrupted:
+        words = [word for word in ctx.obj or ("tune",) if word != "--resume"]
+        print(f"interrupted; to go on: {shlex.join(['fagen', *words, '--resume'])}")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _tasks(
+    dtypes: list[str] | None,
+    head_dims: list[int] | None,
+    causal: bool | None,
+    seqlens: str,
+    batch: int | None,
+    heads: int | None,
+    kv_heads: int | None,
+) -> list[Task]:
+    from pydantic import ValidationError
+
+    from fagen import tune as room
+    from fagen.config import one_line
+
+    chosen: dict[str, Any] = {
+        "dtypes": dtypes or room.STANDARD_DTYPES,
+        "head_dims": head_dims or room.STANDARD_HEAD_DIMS,
+        "causal": room.STANDARD_CAUSAL if causal is None else (causal,),
+    }
+    try:
+        return room.standard_tasks(
+            **chosen,
+            seqlens=_integers(seqlens, "--seqlen"),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+        )
+    except ValidationError as error:
+        raise ArgumentError(one_line(error)) from None
 
 
 @app.command(epilog=_example("emit"))
@@ -337,21 +481,9 @@ def list_records(
     if not entries:
         print("no tuned configs yet: `fagen tune` finds some")
         return
-    _print_table(
-        ("problem", "bucket", "device", "kind", "us", "TFLOP/s", "config", "note"),
-        [
-            (
-                record.problem,
-                record.bucket,
-                record.device.key,
-                record.result.kind,
-                f"{record.result.median_us:.1f}",
-                f"{record.result.tflops:.0f}",
-                record.config,
-                "tuned on an older text" if is_stale(record) else "",
-            )
-            for _, record in entries
-        ],
+    _print_records(
+        [record for _, record in entries],
+        notes=["tuned on an older text" if is_stale(record) else "" for _, record in entries],
     )
     for file in files:
         for entry in file.skipped:
@@ -470,13 +602,14 @@ def check(
     Where a card of the architecture is present, each record's kernel also runs and is verified.
     Exit code 1 if anything is wrong.
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     from fagen import check as room
 
     device, index = _device(arch)
     records = [r for file in _store(ctx, config).files(device.arch.name) for r in file.records]
-    with Progress(disable=not sys.stderr.isatty(), console=_console(sys.stderr)) as bar:
+    with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bar:
         task = bar.add_task("compiling", total=None)
         report = room.check(
             device.arch,
@@ -496,19 +629,19 @@ def check(
 
 
 def _print_report(report: Report, verified: bool) -> None:
+    print(f"space on {report.spaces[0].device}, {report.arch}")
     _print_table(
-        ("template", "head dim", "points", "removed by rule", "legal"),
+        ("template", "head dim", "points", "legal", "removed by rule"),
         [
             (
                 space.template,
                 space.head_dim,
                 f"{space.points:,}",
-                ", ".join(f"{rule} {count:,}" for rule, count in space.rejections.items()),
                 f"{space.legal:,}",
+                ", ".join(f"{rule} {count:,}" for rule, count in space.rejections.items()),
             )
             for space in report.spaces
         ],
-        title=f"space on {report.spaces[0].device}, {report.arch}",
     )
     sample = report.sample
     print(f"compiled {sample.compiled} legal configs: {len(sample.refused)} refused", end="")
@@ -575,7 +708,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        code = app(args=words or ["--help"], prog_name="fagen", standalone_mode=False)
+        code = app(args=words or ["--help"], obj=words, prog_name="fagen", standalone_mode=False)
         sys.stdout.flush()
     except FagenError as error:
         return _complain(str(error))

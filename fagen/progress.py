@@ -1,0 +1,135 @@
+"""What `fagen tune` shows while it runs: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from fagen.outcome import Measured
+from fagen.problem import Problem, Shape
+from fagen.search import Tried
+from fagen.tune import Event, Notice, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINE_EVERY = 25  # trials, where no bar can be drawn
+
+
+def span(seconds: float) -> str:
+    """A length of time for people, such as "50 s" or "12 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def describe_best(problem: Problem, shape: Shape, best: Tried | None) -> str:
+    """The fastest config so far, as time, speed and name."""
+    if best is None or not isinstance(best.outcome, Measured):
+        return "nothing yet"
+    time_us = best.outcome.time_us
+    return f"{time_us:.1f} us, {shape.flops(problem) / time_us * 1e-6:.0f} TFLOP/s: {best.config}"
+
+
+def describe_rejections(rejections: Mapping[str, int]) -> str:
+    """How many fell at each hurdle; empty if none did."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in rejections.items() if count)
+    return f"; rejected: {counts}" if counts else ""
+
+
+class TuneProgress:
+    """Takes the events of `tune`; a context manager.
+
+    Args:
+        console: where to draw; a bar only if it is a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[best]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=None, best="")
+        self._done: dict[Shape, int] = {}  # of the problem that is tuned now
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case Notice():
+                self._say(event.text)
+            case TaskStarted():
+                self._start(event)
+            case PhaseChanged(problem=problem, phase="finish"):
+                self._bar.update(self._task, best="final comparison")
+                self._plain(f"{problem}: final comparison")
+            case TrialDone():
+                self._trial(event)
+            case RecordSaved(record=record):
+                result = record.result
+                self._bar.advance(self._task)
+                self._say(
+                    f"{record.problem}, {record.shape}: {result.kind} {result.median_us:.1f} us, "
+                    f"{result.tflops:.0f} TFLOP/s: {record.config}"
+                )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _plain(self, line: str) -> None:
+        """A line that the bar makes needless."""
+        if not self._console.is_terminal:
+            self._say(line)
+
+    def _start(self, event: TaskStarted) -> None:
+        self._done = {}
+        name = f"[{event.number}/{event.total}] {event.task.problem}"
+        known = f", {event.resumed} known from before" if event.resumed else ""
+        self._bar.reset(
+            self._task, total=None, description=name.replace("[", r"\["), best=f"{event.template}"
+        )
+        self._plain(f"{name}: {event.configs:,} configs of {event.template}{known}")
+
+    def _trial(self, event: TrialDone) -> None:
+        self._done[event.shape] = event.done
+        best = describe_best(event.problem, event.shape, event.best)
+        rejected = describe_rejections(event.rejections)
+        self._bar.update(
+            self._task,
+            completed=sum(self._done.values()),
+            total=event.trials * len(self._done),
+            best=f"seqlen {event.shape.seqlen_k}: {best}{rejected}",
+        )
+        if event.is_best or event.done % LINE_EVERY == 0:
+            mark = "best" if event.is_best else "still"
+            self._plain(
+                f"{event.problem} seqlen {event.shape.seqlen_k}, {event.done} of {event.trials}: "
+                f"{mark} {best}{rejected}"
+            )
