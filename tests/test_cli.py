@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -16,26 +17,41 @@ import typer
 from typer.main import get_command
 
 from fagen import __version__, cli, driver
+from fagen.device import architecture, typical_device
 from fagen.errors import DeviceError
+from fagen.outcome import Measured
+from fagen.search import Tried
+from fagen.space import AnyConfig, default_config
+from fagen.store import Card, Provenance, Record, Result
+from fagen.tune import (
+    Notice,
+    OnEvent,
+    PhaseChanged,
+    RecordSaved,
+    Task,
+    TaskStarted,
+    TrialDone,
+    TuneResult,
+)
 
 
-class Result(NamedTuple):
+class Ran(NamedTuple):
     code: int
     out: str
     err: str
 
 
-Fagen = Callable[..., Result]
+Fagen = Callable[..., Ran]
 
 
 @pytest.fixture
 def fagen(capfd: pytest.CaptureFixture[str]) -> Fagen:
     """Runs a command line in this process."""
 
-    def run(*words: str) -> Result:
+    def run(*words: str) -> Ran:
         code = cli.main(words)
         out, err = capfd.readouterr()
-        return Result(code, out, err)
+        return Ran(code, out, err)
 
     return run
 
@@ -264,6 +280,128 @@ def test_cache_path_and_clear(
     assert fagen(*EMIT, "--format", "cubin").code == 0
     assert fagen("cache", "clear").out != "freed 0.0 MB\n"
     assert fagen("cache", "clear").out == "freed 0.0 MB\n"
+
+
+# ---- tune ----
+
+
+def _found(config: AnyConfig, time_us: float) -> Tried:
+    return Tried(config, Measured(time_us=time_us))
+
+
+@pytest.fixture
+def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """A tune that tells a short story and is interrupted; holds the arguments of each call."""
+    calls: list[dict[str, Any]] = []
+
+    def scripted(tasks: list[Task], *, on_event: OnEvent, **options: Any) -> TuneResult:
+        calls.append({"tasks": tasks, **options})
+        (task,) = tasks
+        shape, device = task.shapes[0], typical_device(options["arch"])
+        slow, fast = (_found(default_config(task.problem, device), us) for us in (200.0, 100.0))
+        on_event(Notice("A notice [with brackets]."))
+        on_event(TaskStarted(task, 1, 1, "forward_sm90", device, 1234, 7))
+        for done, tried in enumerate((slow, fast), 1):
+            on_event(TrialDone(task.problem, shape, tried, tried, True, done, 50, {"wrong": 3}))
+        on_event(PhaseChanged(task.problem, "finish"))
+        record = Record(
+            problem=task.problem,
+            shape=shape,
+            device=Card.of(device),
+            config=fast.config,
+            result=Result(
+                kind="measured", median_us=100.0, tflops=123.0, trials=2, policy="cold-queued"
+            ),
+            provenance=Provenance.of("text", b"cubin", nvrtc="13.0"),
+        )
+        on_event(RecordSaved(record, tmp_path / "own.yaml"))
+        return TuneResult(
+            records=(record,),
+            path=tmp_path / "own.yaml",
+            device=device,
+            measured=True,
+            storage="trials.journal",
+            interrupted=True,
+        )
+
+    monkeypatch.setattr("fagen.tune.tune", scripted)
+    return calls
+
+
+def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
+    fagen: Fagen, scripted_tune: list[dict[str, Any]]
+) -> None:
+    code, out, err = fagen(
+        *TUNE, "--causal", "--budget", "2m", "--trials", "50", "--storage", "x y"
+    )
+    assert code == 130
+    assert out.splitlines()[-1] == (
+        f"interrupted; to go on: fagen {' '.join(TUNE)} --causal --budget 2m --trials 50"
+        " --storage 'x y' --resume"
+    )
+    assert "own.yaml" in out
+    assert "123" in out
+    for said in (
+        "1 problems, 1 shapes",
+        "A notice [with brackets].",
+        "[1/1] forward_bf16_d64_causal: 1,234 configs of forward_sm90, 7 known from before",
+        "1 of 50: best 200.0 us",
+        "2 of 50: best 100.0 us",
+        "rejected: 3 wrong",
+        "final comparison",
+        "measured 100.0 us, 123 TFLOP/s",
+    ):
+        assert said in err
+    (options,) = scripted_tune
+    assert options["budget_s"] == 120
+    assert options["trials"] == 50
+    assert options["storage"] == "x y"
+    assert options["resume"] is False
+
+
+def test_tune_takes_several_problems(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Task] = []
+
+    def nothing(tasks: list[Task], **options: Any) -> TuneResult:
+        seen.extend(tasks)
+        device = typical_device(options["arch"])
+        return TuneResult((), tmp_path / "none.yaml", device, measured=False)
+
+    monkeypatch.setattr("fagen.tune.tune", nothing)
+    words = "tune --arch sm_90a --dtype fp16 --dtype bf16 --head-dim 64 --head-dim 40"
+    code, out, _ = fagen(*words.split(), "--seqlen", "100,1000", "--heads", "8", "--kv-heads", "2")
+    assert (code, out) == (0, "")
+    assert {(t.problem.dtype, t.problem.head_dim, t.problem.causal) for t in seen} == {
+        (dtype, head_dim, causal)
+        for dtype in ("fp16", "bf16")
+        for head_dim in (64, 40)
+        for causal in (False, True)
+    }
+    assert {(s.seqlen_q, s.heads_q, s.heads_kv) for t in seen for s in t.shapes} == {
+        (100, 8, 2),
+        (1000, 8, 2),
+    }
+
+
+def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    from fagen import tune as room
+    from fagen.progress import TuneProgress
+
+    console = Console(force_terminal=True, width=200, record=True, file=io.StringIO())
+    with TuneProgress(console) as progress:
+        room.tune(
+            room.standard_tasks(dtypes=["bf16"], head_dims=[64], causal=[True], seqlens=[512]),
+            arch=architecture("sm90"),
+            on_event=progress,
+        )
+        shown = console.export_text()
+    assert "A notice [with brackets]." in shown
+    assert "measured 100.0 us" in shown
+    assert "of 50" not in shown
 
 
 # ---- signals ----
