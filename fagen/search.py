@@ -15,6 +15,7 @@ no half trials behind, and `optuna.load_study` or optuna-dashboard read it like 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import warnings
 from collections import Counter
@@ -160,33 +161,44 @@ def open_storage(where: str | Path) -> Any:
         StoreError: for a file that cannot be read or written, or is no journal.
     """
     if "://" in str(where):
+        from sqlalchemy.exc import SQLAlchemyError
+
         try:
             return optuna.storages.RDBStorage(str(where))
-        except (ImportError, ValueError) as error:
-            raise ArgumentError(f"cannot open the storage {where}: {error}") from None
+        except (ImportError, ValueError, SQLAlchemyError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise ArgumentError(f"cannot open the storage {where}: {first_line}") from None
     path = Path(where).expanduser().absolute()
     lock = _KernelLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
         try:
-            _cut_torn_line(path)
+            _mend(path)
         finally:
             lock.release()
         backend = optuna.storages.journal.JournalFileBackend(str(path), lock_obj=lock)
         return optuna.storages.JournalStorage(backend)
     except OSError as error:
         raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
 
 
-def _cut_torn_line(path: Path) -> None:
+def _mend(path: Path) -> None:
+    """Cuts a torn last line off a journal.
+
+    Raises:
+        ValueError: if it is another kind of file, which stays as it is.
+    """
     if not path.exists():
         return
     with path.open("r+b") as file:
         text = file.read()
         whole = text.rfind(b"\n") + 1
+        first, newline, _ = text.partition(b"\n")
+        if newline and "op_code" not in json.loads(first):
+            raise ValueError("its first line is none of Optuna's")
         if whole != len(text):
             file.truncate(whole)
 
@@ -365,7 +377,8 @@ class Study:
         if found is None:
             broken = space.why_illegal(config, self.legal.problem, self.legal.device)
             reason = broken or "not in the legal set"
-        self._study.tell(trial, self._penalty())
+        # No penalty: what is best often lies beside what is illegal.
+        self._study.tell(trial, state=TrialState.FAIL)
         self._keep(trial.params, str(config), Rejected(kind="illegal", reason=reason))
 
     def _keep(self, parameters: dict[str, Any], name: str, outcome: Outcome) -> None:

@@ -57,7 +57,7 @@ KNOWN_SEEDS = 6  # records of like problems that are tried first
 TRIALS_PER_PICK = 8  # of so many trials, one is a pick of the static model, tried first
 MODEL_SAMPLE = 8000  # legal configs that the static model looks at, 25 us each
 PICKS_PER_TILE = 2  # of one block_m and block_n, so that picks differ in what matters
-PREDICTED_FINALISTS = 16  # best predictions that are compiled, to see their registers
+PREDICTED_FINALISTS = 8  # best predictions that are compiled, to see their registers
 COMPILE_SECONDS = 60.0
 
 # For `estimate_seconds`.
