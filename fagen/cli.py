@@ -644,13 +644,15 @@ def _print_report(report: Report, verified: bool) -> None:
         ],
     )
     sample = report.sample
-    print(f"compiled {sample.compiled} legal configs: {len(sample.refused)} refused", end="")
-    print("".join(f", {count} {reason}" for reason, count in sample.slow.items()))
+    slow = sum(sample.slow.values())
+    print(f"compiled {sample.compiled} legal configs: {len(sample.refused)} refused, {slow} slow")
     for line in sample.refused:
         print(f"  refused: {line}")
+    for reason, count in sample.slow.items():
+        print(f"  {count} slow: {reason}")
     faults = sum(record.fault is not None for record in report.records)
     how = "compiled and verified" if verified else "compiled (no such card here to run them)"
-    print(f"{len(report.records)} records {how}: {faults} with a fault")
+    print(f"{len(report.records)} records, {how}: {faults} with a fault")
     for record in report.records:
         if record.fault:
             print(f"  {record.record} {record.config}: {record.fault}")
