@@ -1,0 +1,370 @@
+"""Tuning from tasks to records, with a worker and a compiler made of plain functions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from fagen import tune as tuning
+from fagen.compile import Compiled, Resources
+from fagen.device import KNOWN_DEVICES, architecture
+from fagen.errors import CompileError, DeviceError
+from fagen.model import predict
+from fagen.outcome import Measured, Outcome, Rejected
+from fagen.problem import Problem, Shape
+from fagen.search import open_storage
+from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.store import load_records
+from fagen.tune import (
+    Event,
+    Notice,
+    RecordSaved,
+    Task,
+    TaskStarted,
+    TrialDone,
+    TuneResult,
+    default_storage,
+    estimate_seconds,
+    standard_tasks,
+    tune,
+)
+from fagen.worker import TORCH, Candidate, DeviceReport, Worker
+
+H200 = KNOWN_DEVICES["NVIDIA H200"]
+FIXED = {"exp2_fma_every": 0, "head_grouping": True, "p_in_smem": False, "block_k": 128}
+TASKS = standard_tasks(dtypes=["bf16"], head_dims=[128], causal=[True], seqlens=[512, 8192])
+TASK = TASKS[0]
+Fate = Callable[[AnyConfig, Shape], Outcome | None]
+
+
+class FakeWorker(Worker):
+    """An H200 whose kernels take as long as the static model says."""
+
+    def __init__(self, fate: Fate = lambda config, shape: None) -> None:
+        super().__init__()
+        self.fate = fate
+        self.evaluated: Counter[tuple[AnyConfig, Shape]] = Counter()
+        self.compared: list[list[AnyConfig]] = []
+
+    def describe_device(self) -> DeviceReport:
+        return DeviceReport(device=H200, driver="13.0")
+
+    def evaluate(
+        self, compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape
+    ) -> Outcome:
+        self.evaluated[config, shape] += 1
+        decided = self.fate(config, shape)
+        if decided is not None:
+            return decided
+        time_us = predict(problem, shape, config, H200)
+        return Measured(time_us=time_us, samples=9, policy="cold-queued", cubin=compiled.key[:16])
+
+    def compare(self, candidates: Any, problem: Problem, shape: Shape) -> dict[str, list[float]]:
+        self.compared.append([config for _, config in candidates])
+        times = {str(c): [predict(problem, shape, c, H200)] * 3 for _, c in candidates}
+        return times | {TORCH: [1000.0] * 3}
+
+
+class NoDevice(FakeWorker):
+    def describe_device(self) -> DeviceReport:
+        raise DeviceError("no usable CUDA driver (not found)")
+
+
+def fake_kernel(problem: Problem, config: AnyConfig, *_: Any, spill_bytes: int = 0) -> Compiled:
+    text = f"{problem} {config}"
+    resources = Resources(registers=168, spill_bytes=spill_bytes, stack_bytes=0, smem_bytes=0)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    return Compiled("kernel", "sm90", text, text.encode(), resources, "13.0", key)
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
+        for problem, config, _ in jobs:
+            yield config, fake_kernel(problem, config)
+
+    monkeypatch.setattr(tuning, "_compiled", compiled)
+    monkeypatch.setattr(tuning, "compile_kernel", fake_kernel)
+    monkeypatch.setattr(tuning, "MODEL_SAMPLE", 500)
+
+
+def run(
+    tmp_path: Path, worker: Worker | None = None, tasks: list[Task] = TASKS, **options: Any
+) -> tuple[TuneResult, list[Event]]:
+    events: list[Event] = []
+    result = tune(
+        tasks,
+        **{
+            "trials": 40,
+            "fixed": FIXED,
+            "out": tmp_path / "tuned.yaml",
+            "storage": tmp_path / "trials.journal",
+            "on_event": events.append,
+            "worker": worker or FakeWorker(),
+            **options,
+        },
+    )
+    return result, events
+
+
+def test_tuning_saves_the_fastest_of_each_shape(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    result, events = run(tmp_path, worker)
+    assert result.measured
+    assert not result.interrupted
+    assert set(worker.evaluated.values()) == {1}
+    assert load_records(result.path).records == result.records
+    default = default_config(TASK.problem, H200)
+    for shape, record in zip(TASK.shapes, result.records, strict=True):
+        assert (record.shape, record.problem, record.device.key) == (shape, TASK.problem, H200.key)
+        tried = {config for config, at in worker.evaluated if at == shape}
+        assert default in tried
+        best = min(tried, key=lambda config: predict(TASK.problem, shape, config, H200))
+        assert record.config == best
+        assert why_illegal(record.config, TASK.problem, H200) is None
+        default_us = predict(TASK.problem, shape, default, H200)
+        numbers = record.result
+        assert numbers.trials == len(tried) == 40
+        assert numbers.speedup_over_default == pytest.approx(default_us / numbers.median_us, 1e-3)
+        assert numbers.speedup_over_torch == pytest.approx(1000 / numbers.median_us, 1e-3)
+        assert numbers.policy == "cold-queued"
+        assert record.provenance.driver == "13.0"
+    assert all(default in compared for compared in worker.compared)
+    kinds = Counter(type(event).__name__ for event in events)
+    assert kinds == {"TaskStarted": 1, "PhaseChanged": 2, "TrialDone": 80, "RecordSaved": 2}
+    last = [event for event in events if isinstance(event, TrialDone)][-1]
+    assert (last.done, last.trials) == (40, 40)
+
+
+def test_the_kept_studies_list_every_trial(tmp_path: Path) -> None:
+    result, _ = run(tmp_path)
+    assert len(result.studies) == 2
+    for name, shape in zip(result.studies, TASK.shapes, strict=True):
+        assert H200.key in name
+        assert str(shape.bucket()) in name
+        kept = optuna.load_study(study_name=name, storage=open_storage(result.storage))
+        measured = [t for t in kept.get_trials() if t.state.name == "COMPLETE"]
+        assert len(measured) == 40
+        assert all(t.user_attrs["cubin"] and "block_n" in t.params for t in measured)
+
+
+def test_the_default_wins_where_the_search_was_lucky(tmp_path: Path) -> None:
+    """What looked faster in the search and is slower side by side is not recorded."""
+    default = default_config(TASK.problem, H200)
+
+    class Sobering(FakeWorker):
+        def compare(
+            self, candidates: list[Candidate], problem: Problem, shape: Shape
+        ) -> dict[str, list[float]]:
+            return {str(c): [10.0 if c == default else 11.0] * 3 for _, c in candidates}
+
+    result, _ = run(tmp_path, Sobering())
+    assert [record.config for record in result.records] == [default, default]
+    assert [record.result.speedup_over_default for record in result.records] == [1.0, 1.0]
+    assert result.records[0].result.speedup_over_torch is None
+
+
+def test_what_fails_on_one_shape_is_rejected_on_all(tmp_path: Path) -> None:
+    _, long = TASK.shapes
+    bad = Rejected(kind="wrong", reason="output is off by 1")
+    worker = FakeWorker(lambda c, s: bad if c.block_n == 128 and s == long else None)
+    result, _ = run(tmp_path, worker)
+    assert all(record.config.block_n != 128 for record in result.records)
+    for name in result.studies:
+        kept = optuna.load_study(study_name=name, storage=open_storage(result.storage))
+        rejected = [t for t in kept.get_trials() if t.user_attrs["kind"] == "wrong"]
+        assert rejected
+        assert all(t.params["block_n"] == 128 for t in rejected)
+
+
+def test_one_failure_is_enough(tmp_path: Path) -> None:
+    """A kernel that hangs costs one deadline, not one for each shape."""
+    hang = Rejected(kind="hang", reason="no answer within 20 s")
+    worker = FakeWorker(lambda config, shape: hang)
+    result, events = run(tmp_path, worker)
+    assert {shape for _, shape in worker.evaluated} == {TASK.shapes[0]}
+    assert result.records == ()
+    assert not result.path.exists() or load_records(result.path).records == ()
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert any("nothing was measured (40 hang)" in text for text in notices)
+
+
+def test_static_rejections_never_reach_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Any]]:
+        for problem, config, _ in jobs:
+            if config.block_n > 128:
+                yield config, CompileError("NVRTC refused it")
+            elif config.block_n == 128:
+                yield config, fake_kernel(problem, config, spill_bytes=192)
+            else:
+                yield config, fake_kernel(problem, config)
+
+    monkeypatch.setattr(tuning, "_compiled", compiled)
+    worker = FakeWorker()
+    result, events = run(tmp_path, worker)
+    assert all(config.block_n < 128 for config, _ in worker.evaluated)
+    last = [event for event in events if isinstance(event, TrialDone)][-1]
+    assert {"compile", "resources"} <= set(last.rejections)
+    assert last.done == 40
+    kept = optuna.load_study(
+        study_name=result.studies[0], storage=open_storage(result.storage)
+    ).get_trials()
+    reasons = {t.user_attrs["kind"]: t.user_attrs["reason"] for t in kept if t.value is None}
+    assert reasons["compile"] == "NVRTC refused it"
+    assert reasons["resources"] == "spills 192 bytes per thread"
+
+
+def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
+        for problem, config, _ in jobs:
+            yield config, fake_kernel(problem, config.model_copy(update={"stages": 2}))
+
+    monkeypatch.setattr(tuning, "_compiled", compiled)
+    monkeypatch.setattr(tuning.arithmetic, "smem_bytes", lambda config, problem: 0)
+    worker = FakeWorker()
+    _, events = run(tmp_path, worker)
+    unlike = [config.model_copy(update={"stages": 2}) for config, _ in worker.evaluated]
+    assert max(Counter(unlike).values()) == len(TASK.shapes)
+    last = [event for event in events if isinstance(event, TrialDone)][-1]
+    assert last.rejections["duplicate"] > 0
+
+
+def test_ctrl_c_saves_the_best_so_far_and_resume_goes_on(tmp_path: Path) -> None:
+    class Impatient(FakeWorker):
+        def evaluate(self, *arguments: Any) -> Outcome:
+            if len(self.evaluated) == 30:
+                raise KeyboardInterrupt
+            return super().evaluate(*arguments)
+
+    first = Impatient()
+    result, _ = run(tmp_path, first)
+    assert result.interrupted
+    assert len(load_records(result.path).records) == 2
+    second = FakeWorker()
+    again, events = run(tmp_path, second, resume=True)
+    assert again.studies == result.studies
+    assert not again.interrupted
+    started = next(event for event in events if isinstance(event, TaskStarted))
+    assert started.resumed == 15
+    both = {config for config, _ in first.evaluated} & {config for config, _ in second.evaluated}
+    assert both == set()
+    assert [record.result.trials for record in again.records] == [40, 40]
+
+
+def test_records_seed_like_problems_and_are_compared(tmp_path: Path) -> None:
+    result, _ = run(tmp_path)
+    winners = {record.config for record in result.records}
+    sibling = Task(TASK.problem.model_copy(update={"dtype": "fp16"}), TASK.shapes)
+    worker = FakeWorker()
+    run(tmp_path, worker, [sibling], trials=5)
+    assert winners <= {config for config, _ in worker.evaluated}
+    again = FakeWorker()
+    run(tmp_path, again, trials=5)
+    for record, compared in zip(result.records, again.compared, strict=True):
+        assert record.config in compared
+
+
+def test_without_a_device_records_are_predicted_and_say_so(tmp_path: Path) -> None:
+    result, events = run(tmp_path, NoDevice(), arch=architecture("sm90"))
+    assert not result.measured
+    assert result.device == H200
+    assert [record.result.kind for record in result.records] == ["predicted", "predicted"]
+    assert isinstance(events[0], Notice)
+    assert "Nothing will be measured" in events[0].text
+    assert "predicted" in events[0].text
+    for record in result.records:
+        default_us = predict(
+            record.problem,
+            record.shape,
+            default_config(record.problem, H200),
+            H200,
+            fake_kernel(record.problem, record.config).resources,
+        )
+        assert record.result.median_us <= default_us
+        assert record.provenance.driver is None
+
+
+def test_another_card_predicts(tmp_path: Path) -> None:
+    result, events = run(tmp_path, arch=architecture("sm86"), fixed=None)
+    assert not result.measured
+    assert result.device.arch.name == "sm86"
+    assert {record.config.template for record in result.records} == {"forward_sm80"}
+    assert any("GPU 0 is NVIDIA H200" in e.text for e in events if isinstance(e, Notice))
+
+
+def test_predictions_never_displace_measurements(tmp_path: Path) -> None:
+    measured, _ = run(tmp_path)
+    run(tmp_path, NoDevice(), arch=architecture("sm90"))
+    assert load_records(measured.path).records == measured.records
+
+
+def test_without_a_device_an_architecture_must_be_named(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="name one: --arch sm90"):
+        run(tmp_path, NoDevice())
+
+
+def test_finalists_that_fail_leave_no_record(tmp_path: Path) -> None:
+    class Flaky(FakeWorker):
+        def compare(self, *_: Any) -> dict[str, list[float]]:
+            raise DeviceError("GPU 0: the process that ran it was killed by SIGKILL")
+
+    result, events = run(tmp_path, Flaky())
+    assert result.records == ()
+    assert sum("no record" in e.text for e in events if isinstance(e, Notice)) == 2
+
+
+def test_the_default_storage_is_one_journal_per_card(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, storage=None, trials=3)
+    assert result.storage == str(default_storage(H200))
+    assert Path(result.storage).name == "NVIDIA-H200-132-SMs.journal"
+    assert Path(result.storage).is_file()
+
+
+def test_each_task_gets_its_share_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+
+    def search(*_: Any, budget_s: float, **__: Any) -> bool:
+        budgets.append(budget_s)
+        return True
+
+    monkeypatch.setattr(tuning, "search", search)
+    run(tmp_path, tasks=TASKS * 4, budget_s=1000.0)
+    assert budgets == pytest.approx([250, 333, 500, 1000], rel=0.2)
+
+
+def test_standard_tasks() -> None:
+    tasks = standard_tasks()
+    assert len({task.problem for task in tasks}) == len(tasks) == 20
+    assert tasks[0].problem == Problem(dtype="bf16", head_dim=128, causal=True)
+    assert {task.problem.dtype for task in tasks[:10]} == {"bf16"}
+    for task in tasks:
+        assert [shape.seqlen_q for shape in task.shapes] == [512, 2048, 8192]
+        assert len({shape.bucket() for shape in task.shapes}) == 3
+        assert {shape.batch * shape.seqlen_q for shape in task.shapes} == {16384}
+    grouped = standard_tasks(seqlens=[100, 101, 4096], batch=1, heads=32, kv_heads=8)
+    assert [shape.seqlen_q for shape in grouped[0].shapes] == [101, 4096]  # one a bucket
+    assert {shape.heads_kv for shape in grouped[0].shapes} == {8}
+
+
+def test_estimates_grow_with_the_work() -> None:
+    tasks = standard_tasks()
+    assert estimate_seconds(tasks, 100) > 2 * estimate_seconds(tasks[:5], 100)
+    assert estimate_seconds(tasks, 100) > estimate_seconds(tasks, 50)
+    assert estimate_seconds(tasks, measured=False) < estimate_seconds(tasks)
+
+
+def test_saved_records_are_announced_with_their_file(tmp_path: Path) -> None:
+    result, events = run(tmp_path, trials=3)
+    saved = [event for event in events if isinstance(event, RecordSaved)]
+    assert tuple(event.record for event in saved) == result.records
+    assert {event.path for event in saved} == {tmp_path / "tuned.yaml"}

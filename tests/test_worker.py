@@ -1,0 +1,165 @@
+"""The worker under kernels that hang, crash and lie; plain functions stand in for kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fagen.errors import DeviceError
+from fagen.outcome import Measured, Outcome, Rejected
+from fagen.worker import Worker
+
+ACT = "bad_evaluators:act"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker(evaluator=ACT, deadline_s=20) as worker:
+        yield worker
+
+
+def ask(worker: Worker, what: str) -> Outcome:
+    nothing: Any = None
+    return worker.evaluate(what, nothing, nothing, nothing)  # type: ignore[arg-type]
+
+
+def pid(outcome: Outcome) -> int:
+    assert isinstance(outcome, Measured)
+    return int(outcome.time_us)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until_dead(process: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_alive(process):
+        assert time.monotonic() < deadline, f"process {process} still runs"
+        time.sleep(0.02)
+
+
+def test_one_process_serves_many_requests(worker: Worker) -> None:
+    first, second = (pid(ask(worker, "well")) for _ in range(2))
+    assert first == second != os.getpid()
+    worker.close()
+    wait_until_dead(first)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("abort", "SIGABRT"),
+        ("segfault", "SIGSEGV"),
+        ("exit", "code 3"),
+        ("sticky", "illegal address"),
+    ],
+)
+def test_a_crash_is_a_rejection_and_the_next_one_runs(
+    worker: Worker, what: str, reason: str
+) -> None:
+    before = pid(ask(worker, "well"))
+    crashed = ask(worker, what)
+    assert isinstance(crashed, Rejected)
+    assert crashed.kind == "crash"
+    assert reason in crashed.reason
+    assert pid(ask(worker, "well")) != before
+    wait_until_dead(before)
+
+
+def test_a_hang_is_killed_and_the_next_one_runs(worker: Worker, tmp_path: Path) -> None:
+    before = pid(ask(worker, "well"))
+    worker.deadline_s = 0.3
+    hung = ask(worker, f"hang-deaf {tmp_path / 'pid'}")
+    worker.deadline_s = 20
+    assert hung == Rejected(kind="hang", reason="no answer within 0.3 s; the process was killed")
+    assert not is_alive(before)
+    assert pid(ask(worker, "well")) != before
+
+
+def test_a_killed_worker_is_replaced(worker: Worker) -> None:
+    before = pid(ask(worker, "well"))
+    os.kill(before, signal.SIGKILL)
+    outcome = ask(worker, "well")
+    if isinstance(outcome, Rejected):  # it was still dying when the request went out
+        assert outcome == Rejected(
+            kind="crash", reason="the process that ran it was killed by SIGKILL"
+        )
+        outcome = ask(worker, "well")
+    assert pid(outcome) != before
+
+
+def test_what_concerns_every_candidate_is_raised(worker: Worker) -> None:
+    with pytest.raises(DeviceError, match="too little free memory"):
+        ask(worker, "refuse")
+    assert pid(ask(worker, "well"))
+
+
+def test_a_fault_of_fagen_stops_the_search(
+    worker: Worker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="Python error"):
+        ask(worker, "typo")
+    assert "NameError: tpyo" in capfd.readouterr().err
+    with pytest.raises(TypeError, match="returned None, which is no outcome"):
+        ask(worker, "nothing")
+
+
+def test_the_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    """In the middle of a kernel, and though the parent has no time to say so."""
+    program = textwrap.dedent(
+        f"""
+        from fagen.worker import Worker
+        if __name__ == "__main__":
+            Worker(evaluator={ACT!r}).evaluate("hang-deaf {tmp_path / "pid"}", None, None, None)
+        """
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(program)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=environment)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.02)
+    orphan = int((tmp_path / "pid").read_text())
+    assert is_alive(orphan)
+    parent.kill()
+    parent.wait()
+    wait_until_dead(orphan)
+
+
+def test_ctrl_c_ends_the_request_and_the_process(worker: Worker) -> None:
+    before = pid(ask(worker, "well"))
+    program = f"import os, time; time.sleep(0.5); os.kill({os.getpid()}, {int(signal.SIGINT)})"
+    with subprocess.Popen([sys.executable, "-c", program]), pytest.raises(KeyboardInterrupt):
+        ask(worker, "hang")
+    assert not is_alive(before)
+    assert pid(ask(worker, "well")) != before
+
+
+def test_no_device_is_one_line() -> None:
+    from fagen import driver
+
+    try:
+        driver.device_count()
+    except DeviceError:
+        with Worker() as worker, pytest.raises(DeviceError, match="no usable CUDA driver"):
+            worker.describe_device()
+    else:
+        pytest.skip("there is a device")
