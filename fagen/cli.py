@@ -344,7 +344,8 @@ def tune(
         print(f"trials kept in {result.storage}")
     if result.interrupted:
         words = [word for word in ctx.obj or ("tune",) if word != "--resume"]
-        print(f"interrupted; to go on: {shlex.join(['fagen', *words, '--resume'])}")
+        words += ["--resume"] if result.measured else []  # a prediction keeps no trials
+        print(f"interrupted; to go on: {shlex.join(['fagen', *words])}")
         raise typer.Exit(INTERRUPTED)
 
 
