@@ -475,11 +475,11 @@ def _store(compiled: Compiled, arch: Architecture) -> Path | None:
     try:
         with _workbench(folder) as bench:
             whole = bench / "entry"
-            whole.mkdir()
+            whole.mkdir(mode=0o700)
             _write(whole / "kernel.cu", compiled.source.encode())
             _write(whole / "kernel.cubin", compiled.cubin)
             _write(whole / "resources.json", entry.model_dump_json(indent=2).encode() + b"\n")
-            place.parent.mkdir(exist_ok=True)
+            place.parent.mkdir(mode=0o700, exist_ok=True)
             if _load(compiled.key, arch) is None:  # nothing there, or a damaged entry
                 with suppress(FileNotFoundError):
                     place.rename(bench / "damaged")
@@ -497,7 +497,7 @@ def _store_index(index_hash: str, key: str) -> None:
     try:
         with _workbench(folder) as bench:
             _write(bench / "index.json", json.dumps({"key": key}).encode() + b"\n")
-            (folder / "index").mkdir(exist_ok=True)
+            (folder / "index").mkdir(mode=0o700, exist_ok=True)
             (bench / "index.json").replace(folder / "index" / f"{index_hash}.json")
     except OSError as error:
         _warn_uncached(f"{folder}: {error.strerror}")
@@ -507,7 +507,7 @@ def _store_index(index_hash: str, key: str) -> None:
 def _workbench(folder: Path) -> Iterator[Path]:
     """A new folder under partial/, gone afterwards; those that kill -9 left go first."""
     partial = folder / "partial"
-    partial.mkdir(exist_ok=True)
+    partial.mkdir(mode=0o700, exist_ok=True)
     for leftover in partial.iterdir():
         with suppress(FileNotFoundError):
             if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:

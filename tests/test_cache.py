@@ -346,13 +346,19 @@ def test_writers_readers_and_vandals() -> None:
 # ---- the folder ----
 
 
-def test_folder_is_private(folder: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_folders_are_private(folder: Path, exists: bool) -> None:
     before = os.umask(0)
     try:
-        compile_source(SOURCE, SM80, "one")
+        if exists:
+            folder.mkdir(parents=True, mode=0o755)  # readable by others, which is fine
+        compiler.compile_kernel(PROBLEM, CONFIG, SM80)
     finally:
         os.umask(before)
-    assert folder.stat().st_mode & 0o777 == 0o700
+    inside = [path for path in folder.rglob("*") if path.is_dir()]
+    assert {path.name for path in inside} >= {"kernels", "index", "partial"}
+    assert {path.stat().st_mode & 0o777 for path in inside} == {0o700}
+    assert folder.stat().st_mode & 0o777 == (0o755 if exists else 0o700)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702])
