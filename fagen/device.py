@@ -197,8 +197,7 @@ def device_from_capability(
     arch = ARCHITECTURES.get(f"sm{major}{minor}")
     if arch is None:
         raise UnsupportedError(
-            f"{name} has compute capability {major}.{minor}: fagen knows "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{name} has compute capability {major}.{minor}: fagen knows {', '.join(ARCHITECTURES)}"
         )
     known = KNOWN_DEVICES.get(name)
     return Device(
