@@ -15,11 +15,12 @@ import pytest
 
 from fagen import compile as compiler
 from fagen.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
-from fagen.device import ARCHITECTURES, architecture, typical_device
+from fagen.config import Sm80Forward
+from fagen.device import ARCHITECTURES, architecture
 from fagen.errors import CacheError, CompileError, MissingDependencyError
-from fagen.problem import Problem
+from fagen.problem import DTYPES, Problem
 from fagen.processes import in_processes
-from fagen.space import AnyConfig, default_config
+from fagen.space import AnyConfig
 
 SM80 = architecture("sm80")
 SM90 = architecture("sm90")
@@ -170,9 +171,8 @@ def test_ptx() -> None:
 
 
 def _jobs() -> list[tuple[Problem, AnyConfig]]:
-    device = typical_device(SM80)
-    problems = [Problem(dtype=dtype, head_dim=16) for dtype in ("fp16", "bf16")]
-    return [(problem, default_config(problem, device)) for problem in problems]
+    config = Sm80Forward(block_m=16, block_n=16, block_k=16, warps=1, stages=1)
+    return [(Problem(dtype=dtype, head_dim=16), config) for dtype in DTYPES]
 
 
 def test_compile_many_equals_compile_kernel() -> None:
