@@ -335,21 +335,24 @@ class Plan:
         if scale_log2 != self._scale_log2:
             SCALE.pack_into(self._buffer, self._params_offset + SCALE_OFFSET, scale_log2)
             self._scale_log2 = scale_log2
-        if self._encoded:
-            replace_address = self._replace_address
-            for place, address in zip(self._map_addresses, (q, o, k, v)):  # noqa: B905
-                if status := replace_address(place, address):
-                    driver.check_status(status)
-        else:
-            self._encode((q, o, k, v))
         self._config.stream = stream
         self._get_context(self._context_out)
         if self._context_found.value == self._context:
-            status = self._launch(self._config_at, self._kernel, self._parameters, None)
+            self._queue((q, o, k, v))
         else:  # another device is current, or this thread has used none yet
             with driver.use_device(self._device_index):
-                status = self._launch(self._config_at, self._kernel, self._parameters, None)
-        if status:
+                self._queue((q, o, k, v))
+
+    def _queue(self, addresses: tuple[int, int, int, int]) -> None:
+        """Points the tensor maps at these addresses of Q, O, K and V, and launches."""
+        if self._encoded:
+            replace_address = self._replace_address
+            for place, address in zip(self._map_addresses, addresses):  # noqa: B905
+                if status := replace_address(place, address):
+                    driver.check_status(status)
+        else:
+            self._encode(addresses)
+        if status := self._launch(self._config_at, self._kernel, self._parameters, None):
             driver.check_status(status)
 
     def _encode(self, addresses: tuple[int, int, int, int]) -> None:
