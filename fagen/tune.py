@@ -29,6 +29,7 @@ from fagen.errors import CompileError, DeviceError, UnsupportedError
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Dtype, Problem, Shape
 from fagen.processes import in_processes
+from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, Tried, open_storage, search
 from fagen.space import AnyConfig, default_config
 from fagen.store import (
@@ -397,6 +398,7 @@ class _Tuning:
                 seeds=[
                     default_config(problem, device, template),
                     *known,
+                    *published_configs(template, problem, device),
                     *model_picks(legal, shape, self.trials // TRIALS_PER_PICK, self.seed),
                 ],
                 storage=self.storage,

@@ -77,7 +77,9 @@ class Expected:
         shape: what the rows are of.
         rows, out, lse: of `References`.
         allowed_error: of any element.
-        rms: the RMS error that is unavoidable, over the rows that see a key.
+        row_rms: of each row's exact output; errors are taken relative to it, so that rows of few
+            keys, whose outputs are large, do not decide alone.
+        rms: the relative RMS error that is unavoidable, over the rows that see a key.
         elements: of those rows.
     """
 
@@ -86,6 +88,7 @@ class Expected:
     out: Float64
     lse: Float64
     allowed_error: float
+    row_rms: Float64
     rms: float
     elements: int
 
@@ -97,19 +100,21 @@ def expect(references: References, dtype: Dtype, shape: Shape) -> Expected:
     rounded = round_to(out, rounding)
     noise = round_to(round_to(rounded + 0.3, rounding) - 0.3, rounding) - rounded
     low_error = _largest(references.low_precision - out)
-    seen = out[references.lse > -np.inf]
-    soft = references.float32_softmax[references.lse > -np.inf]
+    sees = references.lse > -np.inf
+    row_rms = np.sqrt(np.mean(np.square(out), axis=1))
+    row_rms[row_rms == 0] = 1.0  # no key, or V is 0: the error counts as it is
+    soft_error = ((references.float32_softmax - out) / row_rms[:, None])[sees]
     # Where O happens to be exact (one key) the baseline would be 0: at least what rounding O
     # costs on average.
-    rounding_rms = 0.2 * EPSILON[dtype] * _rms(seen)
     return Expected(
         shape,
         references.rows,
         out,
         references.lse,
         allowed_error=MAX_ERROR_FACTOR * low_error + 2 * _largest(noise),
-        rms=max(_rms(soft - seen), rounding_rms),
-        elements=seen.size,
+        row_rms=row_rms,
+        rms=max(_rms(soft_error), 0.2 * EPSILON[dtype]),
+        elements=soft_error.size,
     )
 
 
@@ -134,13 +139,13 @@ def judge(
     sees = expected.lse > -np.inf
     error = out.astype(np.float64)
     error -= expected.out
-    squares = np.einsum("rd,rd->r", error, error)
+    squares = np.einsum("rd,rd->r", error, error) / np.square(expected.row_rms)
     largest = np.abs(error, out=error).max(axis=1)  # of each row; NaN where it holds one
     exact_lse = np.where(sees, expected.lse, 0.0)
     lse_error = np.abs(np.where(sees, lse.astype(np.float64) - exact_lse, 0.0))
     max_error, max_lse_error = _largest(largest), _largest(lse_error)
     rms_ratio = 0.0
-    if expected.rms:
+    if expected.elements:
         rms_ratio = math.sqrt(squares[sees].sum() / expected.elements) / expected.rms
     numbers: dict[str, Any] = {
         "max_error": max_error,

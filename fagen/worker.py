@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 START_SECONDS = 60.0  # more for the first request: imports, CUDA context, helper kernels
 DEADLINE_SECONDS = 20.0  # of one request
 COMPARE_SECONDS = 120.0
+MEASURE_SECONDS = 0.08  # of a candidate on a shape; the finalists are compared for longer
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TORCH = "torch SDPA"  # its name in `compare`
 
@@ -280,7 +281,7 @@ def evaluate_on_device(
             verdict = check_sample(kernel, shape, device_index=device_index)
         if not verdict.ok:
             return Rejected(kind="wrong", reason=verdict.reason)
-        timing = measure(kernel, shape, device_index=device_index)
+        timing = measure(kernel, shape, device_index=device_index, budget_s=MEASURE_SECONDS)
         after = check_sample(kernel, shape, device_index=device_index, rows=8)
     except CudaError as error:
         return Rejected(kind="crash" if error.code in FATAL else "launch", reason=str(error))
