@@ -21,13 +21,16 @@ from fagen.verify import verify
 CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
     "forward_sm80": [
         (40, Sm80Forward(block_m=64, block_n=32, block_k=16, warps=4, stages=3)),
-        (64, Sm80Forward(block_m=64, block_n=48, block_k=64, warps=2, q_in_registers=True, stages=1)),
+        (
+            64,
+            Sm80Forward(block_m=64, block_n=48, block_k=64, warps=2, q_in_registers=True, stages=1),
+        ),
     ],
     "forward_sm90": [
         (40, Sm90Forward(block_m=192, block_n=48, block_k=32, stages=2, producer_registers=32)),
         (64, Sm90Forward(block_m=128, block_n=64, block_k=64, stages=1, p_in_smem=True)),
     ],
-}  # fmt: skip
+}
 
 
 def main(template: str) -> int:
