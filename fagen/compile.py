@@ -7,7 +7,7 @@ The cache, under `cache_folder()`, is content-addressed; its entries never chang
                         `compile_kernel` renders nothing
     partial/   entries being written: each is renamed into its place when whole
 
-An entry that is torn or corrupt is a miss. A cache that cannot be written costs time, not the
+An entry that is torn or corrupt is a miss, so nothing here waits for the disk. A cache that cannot be written costs time, not the
 call; one that other users can write is refused, since its cubins are code.
 """
 
@@ -476,9 +476,9 @@ def _store(compiled: Compiled, arch: Architecture) -> Path | None:
         with _workbench(folder) as bench:
             whole = bench / "entry"
             whole.mkdir(mode=0o700)
-            _write(whole / "kernel.cu", compiled.source.encode())
-            _write(whole / "kernel.cubin", compiled.cubin)
-            _write(whole / "resources.json", entry.model_dump_json(indent=2).encode() + b"\n")
+            (whole / "kernel.cu").write_bytes(compiled.source.encode())
+            (whole / "kernel.cubin").write_bytes(compiled.cubin)
+            (whole / "resources.json").write_text(entry.model_dump_json(indent=2) + "\n", "utf-8")
             place.parent.mkdir(mode=0o700, exist_ok=True)
             if _load(compiled.key, arch) is None:  # nothing there, or a damaged entry
                 with suppress(FileNotFoundError):
@@ -496,7 +496,7 @@ def _store_index(index_hash: str, key: str) -> None:
     folder = cache_folder()
     try:
         with _workbench(folder) as bench:
-            _write(bench / "index.json", json.dumps({"key": key}).encode() + b"\n")
+            (bench / "index.json").write_text(json.dumps({"key": key}) + "\n", "utf-8")
             (folder / "index").mkdir(mode=0o700, exist_ok=True)
             (bench / "index.json").replace(folder / "index" / f"{index_hash}.json")
     except OSError as error:
@@ -514,14 +514,6 @@ def _workbench(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=partial, ignore_cleanup_errors=True) as bench:
         yield Path(bench)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file and waits for the disk, so that a rename never outruns what it names."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @cache

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from fagen.cupy_device import helper_kernel, on_device
 from fagen.problem import Dtype, Problem
-from fagen.render import ELEMENT, ELEMENT_HEADER
 
 if TYPE_CHECKING:
     from fagen.launch import TensorView
@@ -35,6 +34,11 @@ Variant = Literal["exact", "low_precision", "float32_softmax"]
 NUMPY_DTYPE: dict[Dtype, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+# What reference_forward.cu.j2 converts with: CUDA's own types.
+ELEMENT: dict[Dtype, dict[str, str]] = {
+    "fp16": {"element": "__half", "element_header": "cuda_fp16.h"},
+    "bf16": {"element": "__nv_bfloat16", "element_header": "cuda_bf16.h"},
 }
 REFERENCE_THREADS = 256  # kThreads of templates/reference_forward.cu.j2
 
@@ -211,8 +215,7 @@ def attention_on_device(
             "reference_forward",
             "reference_forward.cu",
             device_index,
-            element=ELEMENT[problem.dtype],
-            element_header=ELEMENT_HEADER[problem.dtype],
+            **ELEMENT[problem.dtype],
         )
         out = cupy.empty((3, rows.size, head_dim), np.float64)
         lse = cupy.empty(rows.size, np.float64)

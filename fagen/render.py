@@ -18,8 +18,7 @@ from fagen.problem import Problem
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-ELEMENT = {"bf16": "__nv_bfloat16", "fp16": "__half"}
-ELEMENT_HEADER = {"bf16": "cuda_bf16.h", "fp16": "cuda_fp16.h"}
+ELEMENT = {"bf16": "Bfloat16", "fp16": "Half"}  # of ptx.cuh
 PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
 _LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 
@@ -103,7 +102,6 @@ def constants(problem: Problem, config: Sm80Forward | Sm90Forward) -> dict[str, 
         "config": config,
         "kernel_name": kernel_name(problem),
         "element": ELEMENT[problem.dtype],
-        "element_header": ELEMENT_HEADER[problem.dtype],
         "head_dim": problem.head_dim,
         "causal": problem.causal,
         "alignment": problem.alignment,

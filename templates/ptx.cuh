@@ -1,14 +1,21 @@
 // One PTX instruction per function, with types. Policy lives in the kernels.
 // Names and semantics: "PTX ISA", the section named for each instruction.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
+
+// The types of Q, K, V and O. Nothing is computed in them, so CUDA's headers, which define more
+// and take a seventh of the time to compile, are not needed.
+struct Half {  // fp16
+  u16 bits;
+};
+struct Bfloat16 {  // bf16
+  u16 bits;
+};
 
 DEVICE u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -29,14 +36,14 @@ template <typename Element>
 DEVICE u32 pack(float low, float high);
 
 template <>
-DEVICE u32 pack<__nv_bfloat16>(float low, float high) {
+DEVICE u32 pack<Bfloat16>(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
 template <>
-DEVICE u32 pack<__half>(float low, float high) {
+DEVICE u32 pack<Half>(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
@@ -94,7 +101,7 @@ template <typename Element>
 DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
 
 template <>
-DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<Bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -103,7 +110,7 @@ DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) 
 }
 
 template <>
-DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<Half>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
