@@ -7,8 +7,9 @@ The cache, under `cache_folder()`, is content-addressed; its entries never chang
                         `compile_kernel` renders nothing
     partial/   entries being written: each is renamed into its place when whole
 
-An entry that is torn or corrupt is a miss, so nothing here waits for the disk. A cache that cannot be written costs time, not the
-call; one that other users can write is refused, since its cubins are code.
+An entry that is torn or corrupt is a miss, so nothing here waits for the disk. A cache that
+cannot be written costs time, not the call; one that other users can write is refused, since its
+cubins are code.
 """
 
 from __future__ import annotations
@@ -478,7 +479,7 @@ def _store(compiled: Compiled, arch: Architecture) -> Path | None:
             whole.mkdir(mode=0o700)
             (whole / "kernel.cu").write_bytes(compiled.source.encode())
             (whole / "kernel.cubin").write_bytes(compiled.cubin)
-            (whole / "resources.json").write_text(entry.model_dump_json(indent=2) + "\n", "utf-8")
+            (whole / "resources.json").write_bytes(entry.model_dump_json(indent=2).encode() + b"\n")
             place.parent.mkdir(mode=0o700, exist_ok=True)
             if _load(compiled.key, arch) is None:  # nothing there, or a damaged entry
                 with suppress(FileNotFoundError):
@@ -496,7 +497,7 @@ def _store_index(index_hash: str, key: str) -> None:
     folder = cache_folder()
     try:
         with _workbench(folder) as bench:
-            (bench / "index.json").write_text(json.dumps({"key": key}) + "\n", "utf-8")
+            (bench / "index.json").write_bytes(json.dumps({"key": key}).encode() + b"\n")
             (folder / "index").mkdir(mode=0o700, exist_ok=True)
             (bench / "index.json").replace(folder / "index" / f"{index_hash}.json")
     except OSError as error:

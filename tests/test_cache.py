@@ -245,14 +245,17 @@ def test_damaged_entry_is_a_miss_and_mended(
 def test_kill_while_writing_leaves_a_miss(folder: Path, written_files: int) -> None:
     with _in_python(f"""
         import os, signal
+        from pathlib import Path
         from fagen.compile import compile_source
         from fagen.device import architecture
         left = [{written_files}]
-        def sync(descriptor):
+        write = Path.write_bytes
+        def write_and_die(path, data):
+            write(path, data)
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-        os.fsync = sync
+        Path.write_bytes = write_and_die
         compile_source({SOURCE!r}, architecture("sm80"), "one")
         """) as process:
         process.communicate(timeout=30)
