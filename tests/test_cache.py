@@ -413,11 +413,11 @@ def test_folder_that_cannot_be_made_costs_only_the_cache(
 def test_full_disk_costs_only_the_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(descriptor: int) -> None:
+    def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(os, "fsync", full)
+        patch.setattr(Path, "write_bytes", full)
         kernel = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
     assert kernel.path is None
     assert "No space left on device" in caplog.text
