@@ -36,6 +36,7 @@ golden:  ## rewrite tests/golden after a template changed; read the diff
 	python tests/test_golden.py
 
 bench:  ## measure against the peers and rewrite the README's table
-	fagen bench --json benchmarks/results/h200.json --readme README.md
+	fagen bench --sm80-config benchmarks/results/h200_sm80_template.yaml \
+	  --json benchmarks/results/h200.json --readme README.md
 
 all: lint types test  ## what has to pass before a change lands
