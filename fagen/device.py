@@ -191,7 +191,7 @@ def device_from_capability(
         capability: (major, minor) compute capability.
 
     Raises:
-        UnsupportedError: for a compute capability without tensor cores that the templates use.
+        UnsupportedError: for a compute capability that fagen does not know.
     """
     major, minor = capability
     arch = ARCHITECTURES.get(f"sm{major}{minor}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,6 @@ RejectionKind = Literal[
     "crash",  # it killed the CUDA context, or the process
     "hang",  # it did not end in time
 ]
-REJECTION_KINDS: tuple[RejectionKind, ...] = get_args(RejectionKind)
 STATIC_REJECTIONS: frozenset[RejectionKind] = frozenset(
     ("illegal", "compile", "resources", "duplicate")  # known before the GPU is touched
 )

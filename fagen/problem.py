@@ -33,7 +33,9 @@ class Problem(BaseModel):
 
     op: Literal["forward"] = "forward"
     dtype: Dtype
-    head_dim: Annotated[int, Field(ge=HEAD_DIM_MULTIPLE, le=MAX_HEAD_DIM, multiple_of=8)]
+    head_dim: Annotated[
+        int, Field(ge=HEAD_DIM_MULTIPLE, le=MAX_HEAD_DIM, multiple_of=HEAD_DIM_MULTIPLE)
+    ]
     causal: bool = False
     alignment: Literal[2, 16] = 16
 

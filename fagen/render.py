@@ -133,8 +133,8 @@ def render(problem: Problem, config: Sm80Forward | Sm90Forward) -> str:
 
     Pure: the same arguments and template files give the same text.
     """
-    filters = {name: _cpp(value) for name, value in constants(problem, config).items()}
-    return fold(f"{config.template}.cu", **filters)
+    values = {name: _cpp(value) for name, value in constants(problem, config).items()}
+    return fold(f"{config.template}.cu", **values)
 
 
 def _cpp(value: Any) -> Any:

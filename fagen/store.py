@@ -87,7 +87,7 @@ class Result(_Part):
         trials: distinct configs that were timed, or ranked by the model.
         speedup_over_default: time of the template's default over `median_us`.
         speedup_over_torch: time of torch SDPA over `median_us`; None where torch was absent.
-        policy: how time was taken, such as "cold-l2"; "model" for a prediction.
+        policy: how time was taken, such as "cold-queued"; "model" for a prediction.
     """
 
     kind: Literal["measured", "predicted"]
@@ -106,7 +106,7 @@ class Provenance(_Part):
     Attributes:
         date: UTC day.
         fagen, nvrtc: versions.
-        driver: version of the NVIDIA driver; None for a prediction.
+        driver: the newest CUDA version that the driver knows; None for a prediction.
         text, cubin: `digest` of the rendered text and of its cubin.
     """
 

@@ -91,7 +91,6 @@ class Worker:
         self._evaluator = evaluator
         self._process: Any = None
         self._connection: Connection | None = None
-        self.starts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +221,6 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that its end reads as the end of the process
-        self.starts += 1
 
 
 # ---- what runs in the worker ----
