@@ -261,10 +261,8 @@ def _empty_like(array: Any) -> Any:
 def _view(array: Any) -> TensorView:
     from fagen.launch import TensorView
 
-    batch, seqlen, heads, head_dim = array.shape
     pointer = array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr
-    strides = (seqlen * heads * head_dim, heads * head_dim, head_dim)
-    return TensorView(pointer, (batch, seqlen, heads, head_dim), strides)
+    return TensorView.contiguous(pointer, tuple(array.shape))
 
 
 def _own(x: Inputs, config: AnyConfig) -> Call:
@@ -348,7 +346,7 @@ class _Bench:
     def cell(self, problem: Problem, shape: Shape) -> Cell:
         """Check and time every contestant on one point of the grid."""
         from fagen.dispatch import choose
-        from fagen.measure import compare
+        from fagen.measure import compare, median_and_spread
 
         x = self.memory.cut(problem, shape)
         sample = _Sample(x)
@@ -373,7 +371,7 @@ class _Bench:
                 failed[name] = why_wrong
                 del calls[name]
         rounds = compare(calls, device_index=self.device_index) if calls else {}
-        quartiles = {name: np.percentile(us, (25, 50, 75)) for name, us in rounds.items()}
+        medians = {name: median_and_spread(us) for name, us in rounds.items()}
         flops = shape.flops(problem)
         return Cell(
             head_dim=problem.head_dim,
@@ -381,11 +379,9 @@ class _Bench:
             seqlen=shape.seqlen_q,
             batch=shape.batch,
             heads=shape.heads_q,
-            us={name: round(us, 2) for name, (_, us, _) in quartiles.items()},
-            spread={
-                name: round((high - low) / us, 4) for name, (low, us, high) in quartiles.items()
-            },
-            tflops={name: round(flops / us / 1e6, 1) for name, (_, us, _) in quartiles.items()},
+            us={name: round(us, 2) for name, (us, _) in medians.items()},
+            spread={name: round(spread, 4) for name, (_, spread) in medians.items()},
+            tflops={name: round(flops / us / 1e6, 1) for name, (us, _) in medians.items()},
             config=str(choice.config),
             tier=choice.tier_name,
             failed=failed,
@@ -411,7 +407,7 @@ class _Bench:
 
         versions = {
             "fagen": fagen.__version__,
-            "driver": "CUDA " + ".".join(map(str, driver_version())),
+            "driver": f"CUDA {driver_version()}",
             "nvrtc": nvrtc_version(),
         }
         packages = {PACKAGES[name] for name in self.peers if name not in self.absent}

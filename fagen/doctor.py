@@ -89,7 +89,7 @@ def _devices() -> Iterator[Finding]:
     from fagen import driver
 
     try:
-        version = ".".join(map(str, driver.driver_version()))
+        version = driver.driver_version()
         cards = [driver.query_device(index) for index in range(driver.device_count())]
         if not cards:
             raise DeviceError("the driver sees no CUDA device")

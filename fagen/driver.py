@@ -62,14 +62,18 @@ def _cu() -> Any:
         raise _no_driver(f"cuInit reports {status.name}")
     version = check(cu.cuDriverGetVersion())
     if version < MIN_DRIVER[0] * 1000 + MIN_DRIVER[1] * 10:
-        raise _no_driver(f"it is for CUDA {version // 1000}.{version % 1000 // 10}")
+        raise _no_driver(f"it is for CUDA {_dotted(version)}")
     return cu
 
 
-def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the driver knows, such as (13, 0)."""
-    version = check(_cu().cuDriverGetVersion())
-    return version // 1000, version % 1000 // 10
+def _dotted(version: int) -> str:
+    """CUDA's 13000 as "13.0"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def driver_version() -> str:
+    """The newest CUDA version that the driver knows, such as "13.0"."""
+    return _dotted(check(_cu().cuDriverGetVersion()))
 
 
 def device_count() -> int:

@@ -59,6 +59,13 @@ class TensorView(NamedTuple):
     shape: tuple[int, int, int, int]
     strides: Strides
 
+    @classmethod
+    def contiguous(cls, pointer: int, shape: tuple[int, int, int, int]) -> TensorView:
+        """A tensor without gaps."""
+        _, seqlen, heads, head_dim = shape
+        row = heads * head_dim
+        return cls(pointer, shape, (seqlen * row, row, head_dim))
+
 
 class Lengths(NamedTuple):
     """The run-time lengths of a call, plain and hashable in no time; see `problem.Shape`."""

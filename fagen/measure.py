@@ -99,9 +99,7 @@ def tensors(problem: Problem, shape: Shape, device_index: int, seed: int = 0) ->
             arguments = (array, np.int64(array.size), stream_seed, is_bf16)
             fill((blocks,), (FILL_THREADS,), arguments)
         arrays.append(array)
-        row = heads * problem.head_dim
-        strides = (seqlen * row, row, problem.head_dim)
-        return TensorView(int(array.data.ptr) + ELEMENT_BYTES * lead, dims, strides)
+        return TensorView.contiguous(int(array.data.ptr) + ELEMENT_BYTES * lead, dims)
 
     with on_device(device_index):
         fill = helper_kernel("fill_normal", "measure.cu", device_index)
@@ -124,13 +122,19 @@ def measure(
     Raises:
         CudaError: if a CUDA call failed, the kernel's own faults included.
     """
+    call = call_of(kernel, shape, device_index)
+    return time_call(call, device_index=device_index, budget_s=budget_s)
+
+
+def call_of(kernel: LoadedKernel, shape: Shape, device_index: int) -> Call:
+    """A launch of the kernel on `tensors` of that shape, without the LSE."""
     at = tensors(kernel.problem, shape, device_index)
     scale = 1 / math.sqrt(kernel.problem.head_dim)
 
     def call(stream: int) -> None:
         kernel.launch(at.q, at.k, at.v, at.o, 0, scale, device_index=device_index, stream=stream)
 
-    return time_call(call, device_index=device_index, budget_s=budget_s)
+    return call
 
 
 def time_call(call: Call, *, device_index: int = 0, budget_s: float = 0.15) -> Timing:
@@ -151,22 +155,22 @@ def time_call(call: Call, *, device_index: int = 0, budget_s: float = 0.15) -> T
         time.sleep(PAUSE_S)
         samples += timer.burst([call] * count)
         clock_mhz = timer.clock_mhz
+    median_us, spread = median_and_spread(samples)
+    return Timing(median_us=median_us, spread=spread, samples=len(samples), clock_mhz=clock_mhz)
+
+
+def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
+    """The median, and the interquartile range over the median."""
     low, median, high = np.percentile(samples, (25, 50, 75))
-    return Timing(
-        median_us=float(median),
-        spread=float((high - low) / median),
-        samples=len(samples),
-        clock_mhz=clock_mhz,
-    )
+    return float(median), float((high - low) / median)
 
 
 def _is_known(samples: Sequence[float]) -> bool:
     """Whether the median's relative standard error, were the noise normal, is small enough."""
     if len(samples) < MIN_SAMPLES:
         return False
-    low, median, high = np.percentile(samples, (25, 50, 75))
-    standard_error = 1.2533 * (high - low) / 1.349 / math.sqrt(len(samples))
-    return bool(standard_error <= PRECISION * median)
+    _, spread = median_and_spread(samples)
+    return 1.2533 * spread / 1.349 / math.sqrt(len(samples)) <= PRECISION
 
 
 def compare(
@@ -181,7 +185,7 @@ def compare(
 
     Returns:
         For each name, its median of each round in microseconds. What slows a round slows all its
-        entries, so compare them pairwise: `paired_ratio`.
+        entries.
     """
     timer = _timer(device_index)
     shuffle = random.Random(seed).shuffle
@@ -194,21 +198,6 @@ def compare(
             time.sleep(PAUSE_S)
             times[name].append(float(np.median(timer.burst([calls[name]] * samples_per_round))))
     return times
-
-
-def paired_ratio(
-    a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> tuple[float, float, float]:
-    """The median of a[i] / b[i], and a bootstrap interval of it.
-
-    Returns:
-        (ratio, low, high); an interval that holds 1 means that the order is not known.
-    """
-    ratios = np.array(a, np.float64) / np.array(b, np.float64)
-    draws = np.random.default_rng(seed).choice(ratios, (2000, ratios.size))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.median(draws, axis=1), (tail, 1 - tail))
-    return float(np.median(ratios)), float(low), float(high)
 
 
 @cache

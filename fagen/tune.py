@@ -26,6 +26,7 @@ from fagen.compile import Compiled, compile_kernel
 from fagen.config import TEMPLATES, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError, DeviceError, UnsupportedError
+from fagen.measure import median_and_spread
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Dtype, Problem, Shape
 from fagen.processes import in_processes
@@ -272,8 +273,13 @@ def tune(
     """
     with worker or Worker(device_index) as running:
         report = _report(running, arch, on_event)
-        device = report.device if report else typical_device(arch or _no_arch())
+        if report is not None:
+            device = report.device
+        else:
+            assert arch is not None, "without a device, an architecture was asked for"
+            device = typical_device(arch)
         path = Path(out) if out is not None else user_overlay_path(device.arch.name)
+        check_can_save(path)
         if report is None:
             return _Prediction(device, template, fixed, seed, path, processes, on_event).run(tasks)
         where = storage if storage is not None else default_storage(device)
@@ -301,10 +307,6 @@ def tune(
         studies=tuple(studies),
         interrupted=not finished,
     )
-
-
-def _no_arch() -> Architecture:
-    raise AssertionError("without a device, an architecture was asked for")
 
 
 def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> DeviceReport | None:
@@ -497,10 +499,13 @@ class _Tuning:
         except (DeviceError, CompileError) as error:
             self.on_event(Notice(f"{problem}, {shape}: no record, since the finalists: {error}."))
             return None
-        medians = {name: float(np.median(values)) for name, values in times.items()}
-        winner = min(finalists, key=lambda config: medians[str(config)])
-        won = medians[str(winner)]
-        low, high = np.percentile(times[str(winner)], (25, 75))
+        medians = {name: median_and_spread(values) for name, values in times.items()}
+        winner = min(finalists, key=lambda config: medians[str(config)][0])
+        won, spread = medians[str(winner)]
+
+        def speedup_over(name: str) -> float | None:
+            return medians[name][0] / won if name in medians else None
+
         outcome = ranked[measured.index(winner)].outcome
         assert isinstance(outcome, Measured)
         kernel = kernels[winner]
@@ -512,21 +517,17 @@ class _Tuning:
             result=Result(
                 kind="measured",
                 median_us=won,
-                spread=float((high - low) / won),
+                spread=spread,
                 tflops=shape.flops(problem) / won * 1e-6,
                 trials=len(ranked),
-                speedup_over_default=_ratio(medians.get(str(default)), won),
-                speedup_over_torch=_ratio(medians.get(TORCH), won),
+                speedup_over_default=speedup_over(str(default)),
+                speedup_over_torch=speedup_over(TORCH),
                 policy=outcome.policy,
             ),
             provenance=Provenance.of(
                 kernel.source, kernel.cubin, nvrtc=kernel.nvrtc, driver=self.report.driver
             ),
         )
-
-
-def _ratio(time_us: float | None, won: float) -> float | None:
-    return None if time_us is None else time_us / won
 
 
 def _time_us(outcome: Outcome) -> float:

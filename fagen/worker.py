@@ -256,8 +256,7 @@ def _named(path: str) -> Callable[..., Any]:
 def _describe(device_index: int) -> DeviceReport:
     from fagen import driver
 
-    version = ".".join(map(str, driver.driver_version()))
-    return DeviceReport(device=driver.query_device(device_index), driver=version)
+    return DeviceReport(device=driver.query_device(device_index), driver=driver.driver_version())
 
 
 def evaluate_on_device(
@@ -324,25 +323,15 @@ def _verdict(key: _Key, problem: Problem, config: AnyConfig, device_index: int) 
 def _compare(
     candidates: Sequence[Candidate], problem: Problem, shape: Shape, device_index: int
 ) -> dict[str, list[float]]:
-    from fagen.measure import compare, tensors
-
-    at = tensors(problem, shape, device_index)
-    scale = problem.head_dim**-0.5
-
-    def call_of(kernel: LoadedKernel) -> Call:
-        def call(stream: int) -> None:
-            kernel.launch(
-                at.q, at.k, at.v, at.o, 0, scale, device_index=device_index, stream=stream
-            )
-
-        return call
+    from fagen.measure import call_of, compare
 
     calls: dict[str, Call] = {}
     for compiled, config in candidates:
         verdict = _verdict(_Key(compiled), problem, config, device_index)
         if not verdict.ok:
             raise CompileError(f"{config} was right and is wrong now: {verdict.reason}")
-        calls[str(config)] = call_of(_load(_Key(compiled), problem, config))
+        kernel = _load(_Key(compiled), problem, config)
+        calls[str(config)] = call_of(kernel, shape, device_index)
     torch_call = _torch_call(problem, shape, device_index)
     if torch_call is not None:
         calls[TORCH] = torch_call

@@ -117,7 +117,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Results:
             return inputs(problem, shape)
 
     monkeypatch.setattr(driver, "query_device", lambda index: KNOWN_DEVICES["NVIDIA H200"])
-    monkeypatch.setattr(driver, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "driver_version", lambda: "13.0")
     monkeypatch.setattr("fagen.measure.compare", compare)
     monkeypatch.setattr(room, "_Memory", Memory)
     monkeypatch.setattr(room, "_own", _own)

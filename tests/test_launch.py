@@ -49,8 +49,7 @@ class ForwardParams(ctypes.Structure):
 
 
 def view(pointer: int, batch: int, seqlen: int, heads: int, head_dim: int = 128) -> TensorView:
-    strides = (seqlen * heads * head_dim, heads * head_dim, head_dim)
-    return TensorView(pointer, (batch, seqlen, heads, head_dim), strides)
+    return TensorView.contiguous(pointer, (batch, seqlen, heads, head_dim))
 
 
 def launch(
