@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fagen import reference
 from fagen.config import one_line
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.problem import Dtype, Problem, Shape
+from fagen.reference import EPSILON, NUMPY_DTYPE
 
 if TYPE_CHECKING:
     from fagen.launch import TensorView
@@ -44,8 +46,6 @@ TITLES = {
     "cudnn": "cuDNN",
     "fa2": "FlashAttention-2",
 }
-# Error of one rounding to the dtype, relative: half a unit in the last place.
-ROUNDING: dict[Dtype, float] = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 Call = Callable[[int], Any]  # takes the raw CUDA stream, returns O (batch, seqlen, heads, head_dim)
 
 
@@ -142,15 +142,13 @@ class _Memory:
     """Random normal numbers for Q, K and V: made once, cut into each cell's shape."""
 
     def __init__(self, dtype: Dtype, device_index: int) -> None:
-        import ml_dtypes
-
-        element = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}[dtype]
         dice = np.random.default_rng(0)
         self._device_index = device_index
         self._host = []
         self._device = []
         for _ in range(3):
-            rounded = dice.standard_normal(TOKENS * HIDDEN, dtype=np.float32).astype(element)
+            normal = dice.standard_normal(TOKENS * HIDDEN, dtype=np.float32)
+            rounded = normal.astype(NUMPY_DTYPE[dtype])
             self._host.append(rounded.astype(np.float32))
             self._device.append(self._to_device(rounded, dtype))
 
@@ -295,16 +293,13 @@ class _Sample:
         seqlen = x.shape.seqlen_q
         self.batch, self.head = x.shape.batch - 1, x.shape.heads_q - 1
         self.rows = np.unique(np.r_[0, seqlen - 1, dice.integers(0, seqlen, SAMPLED_ROWS)])
-        q, k, v = (array[self.batch, :, self.head].astype(np.float64) for array in x.host)
-        scores = q[self.rows] @ k.T / math.sqrt(x.problem.head_dim)
-        if x.problem.causal:
-            hidden = np.arange(x.shape.seqlen_k) > self.rows[:, None] + x.shape.seqlen_k - seqlen
-            scores[hidden] = -np.inf
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        self.out = weights @ v
-        # P and O are each rounded to the dtype once; the factor 2 is for all that is float32.
-        self.allowed = 2 * 2 * ROUNDING[x.problem.dtype] * (weights @ np.abs(v)) + 1e-6
+        q, k, v = (array[self.batch :, :, self.head :] for array in x.host)
+        both = np.concatenate([v, np.abs(v)], axis=-1)
+        answers, _ = reference.attention(q, k, both, causal=x.problem.causal, queries=self.rows)
+        self.out, magnitude = np.split(answers[0, :, 0], 2, axis=-1)
+        # P and O are each rounded to the dtype once, by half an epsilon at the most; the factor
+        # 2 is for all that is float32.
+        self.allowed = 2 * EPSILON[x.problem.dtype] * magnitude + 1e-6
 
     def why_wrong(self, out: Any) -> str | None:
         """Why an output cannot be right, or None."""

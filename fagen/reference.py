@@ -35,6 +35,7 @@ NUMPY_DTYPE: dict[Dtype, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
+EPSILON: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of a float at 1
 # What reference_forward.cu.j2 converts with: CUDA's own types.
 ELEMENT: dict[Dtype, dict[str, str]] = {
     "fp16": {"element": "__half", "element_header": "cuda_fp16.h"},
@@ -74,44 +75,23 @@ def attention(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    queries: NDArray[np.int64] | None = None,
 ) -> tuple[Float64, Float64]:
     """Exact attention.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), of any floating dtype.
-        k, v: (batch, seqlen_k, heads_kv, head_dim); heads_q is a multiple of heads_kv.
+        k, v: (batch, seqlen_k, heads_kv, head_dim); heads_q is a multiple of heads_kv, and the
+            head dim of v is free.
         causal: whether query i sees only keys up to i + seqlen_k - seqlen_q.
         softmax_scale: 1/sqrt(head_dim) if None.
+        queries: places in a sequence, the only ones that are answered; all if None.
 
     Returns:
-        The output, like q, and the logsumexp (batch, heads_q, seqlen_q), both float64. A row
-        without keys gives 0 and -inf.
+        The output (batch, queries, heads_q, head_dim of v) and the logsumexp (batch, heads_q,
+        queries), both float64. A row without keys gives 0 and -inf.
     """
-    return _attention(q, k, v, causal, softmax_scale, "exact")
-
-
-def low_precision(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-) -> Float64:
-    """The output of `attention` with every product and P rounded to the inputs' dtype."""
-    return _attention(q, k, v, causal, softmax_scale, "low_precision")[0]
-
-
-def float32_softmax(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-) -> Float64:
-    """The output of `attention` with only P (not yet normalised) and O rounded."""
-    return _attention(q, k, v, causal, softmax_scale, "float32_softmax")[0]
+    return _attention(q, k, v, causal, softmax_scale, "exact", queries)
 
 
 def _attention(
@@ -121,19 +101,23 @@ def _attention(
     causal: bool,
     softmax_scale: float | None,
     variant: Variant,
+    queries: NDArray[np.int64] | None = None,
 ) -> tuple[Float64, Float64]:
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1:3]
     dtype = np.result_type(q.dtype)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    out = np.zeros(q.shape)
-    lse = np.full((batch, heads_q, seqlen_q), -np.inf)
 
     visible = np.full(seqlen_q, seqlen_k)  # keys that each query sees
     if causal:
         visible = np.clip(np.arange(seqlen_q) + 1 + seqlen_k - seqlen_q, 0, seqlen_k)
+    if queries is not None:
+        q, visible = q[:, queries], visible[queries]
     sees = visible > 0
     hidden = np.arange(seqlen_k) >= visible[sees, None]
+
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    lse = np.full((batch, heads_q, visible.size), -np.inf)
 
     def rounded(x: Float64, when: bool) -> Float64:
         return round_to(x, dtype) if when else x
@@ -141,11 +125,11 @@ def _attention(
     low = variant == "low_precision"
     for b, h in np.ndindex(batch, heads_q):
         keys, values = (x[b, :, h * heads_kv // heads_q].astype(np.float64) for x in (k, v))
-        queries = q[b, sees, h].astype(np.float64)
+        rows = q[b, sees, h].astype(np.float64)
         if low:
-            scores = round_to(queries @ round_to(scale * keys, dtype).T, dtype)
+            scores = round_to(rows @ round_to(scale * keys, dtype).T, dtype)
         else:
-            scores = scale * (queries @ keys.T)
+            scores = scale * (rows @ keys.T)
         scores[hidden] = -np.inf
         maximum = scores.max(axis=1, keepdims=True, initial=-np.inf)
         p = np.exp(scores - maximum)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from fagen import measure, reference
 from fagen.cupy_device import on_device
 from fagen.problem import Dtype, Problem, Shape
-from fagen.reference import NUMPY_DTYPE, Float64, References, by_row, round_to
+from fagen.reference import EPSILON, NUMPY_DTYPE, Float64, References, by_row, round_to
 from fagen.space import AnyConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 MAX_ERROR_FACTOR = 2.0
 MAX_RMS_RATIO = 1.5
 RMS_ELEMENTS = 4096  # the ratio over fewer says too little alone: such shapes are pooled
-EPSILON: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-3, 1e-6
 
 POISON = np.uint16(0xFFFF)  # a NaN in fp16 and bf16 and, twice, in float32; no kernel computes it

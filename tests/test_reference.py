@@ -11,12 +11,12 @@ import pytest
 from fagen import reference
 from fagen.compile import compile_source
 from fagen.device import architecture
-from fagen.problem import Dtype, Problem, Shape
+from fagen.problem import DTYPES, Dtype, Problem, Shape
 from fagen.reference import NUMPY_DTYPE
 from fagen.render import fold
 from fagen.verify import random_inputs
 
-DTYPES: tuple[Dtype, ...] = ("fp16", "bf16")
+ULP: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # at 1
 
 
 def by_loops(
@@ -61,6 +61,19 @@ def test_attention_equals_loops(seqlen_q: int, seqlen_k: int, causal: bool) -> N
     assert np.isinf(lse).any() == (causal and seqlen_q > seqlen_k)
 
 
+def test_a_few_queries_get_the_answers_that_all_of_them_get() -> None:
+    q, k, v = random_inputs(
+        "fp16", 8, Shape(batch=2, seqlen_q=7, seqlen_k=5, heads_q=2, heads_kv=1)
+    )
+    out, lse = reference.attention(q, k, v, causal=True)
+    some = np.array([0, 6, 3])
+    few_out, few_lse = reference.attention(
+        q, k, np.concatenate([v, -v], axis=-1), causal=True, queries=some
+    )
+    np.testing.assert_allclose(few_out, np.concatenate([out, -out], axis=-1)[:, some], atol=1e-15)
+    np.testing.assert_array_equal(few_lse, lse[:, :, some])
+
+
 @pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
 def test_zero_lengths(batch: int, seqlen_q: int, seqlen_k: int) -> None:
     q = np.ones((batch, seqlen_q, 2, 8), np.float16)
@@ -82,25 +95,23 @@ def test_scale_defaults_to_the_root_of_the_head_dim() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounded_variants_err_by_about_an_ulp(dtype: Dtype) -> None:
     shape = Shape(batch=1, seqlen_q=100, seqlen_k=150, heads_q=2, heads_kv=1)
-    q, k, v = random_inputs(dtype, 64, shape)
-    exact, _ = reference.attention(q, k, v)
-    ulp = {"fp16": 2.0**-10, "bf16": 2.0**-7}[dtype]
-    size = math.sqrt(np.mean(exact**2))
+    found = reference.references(*random_inputs(dtype, 64, shape))
+    ulp = ULP[dtype]
+    size = math.sqrt(np.mean(found.out**2))
 
     def rms(out: np.ndarray[Any, Any]) -> float:
         assert (reference.round_to(out, NUMPY_DTYPE[dtype]) == out).all(), "O is not rounded"
-        return math.sqrt(np.mean((out - exact) ** 2)) / size
+        return math.sqrt(np.mean((out - found.out) ** 2)) / size
 
-    soft = rms(reference.float32_softmax(q, k, v))
-    low = rms(reference.low_precision(q, k, v))
+    soft, low = rms(found.float32_softmax), rms(found.low_precision)
     assert 0.1 * ulp < soft < 0.5 * ulp
     assert soft < low < 3 * ulp
 
 
 def test_wide_inputs_are_not_rounded() -> None:
     q, k, v = (np.random.default_rng(i).standard_normal((1, 9, 2, 8)) for i in range(3))
-    exact, _ = reference.attention(q, k, v, causal=True)
-    np.testing.assert_allclose(reference.low_precision(q, k, v, causal=True), exact, rtol=1e-12)
+    found = reference.references(q, k, v, causal=True)
+    np.testing.assert_allclose(found.low_precision, found.out, rtol=1e-12)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
@@ -134,7 +145,7 @@ def test_kernel_equals_numpy(
     np.testing.assert_allclose(there.lse, here.lse, atol=1e-12)
     # A sum that is a hair off may round the other way, by an ulp; a score that does, and with
     # it P, moves a row's small elements by more than an ulp of theirs.
-    ulp = {"fp16": 2.0**-10, "bf16": 2.0**-7}[dtype]
+    ulp = ULP[dtype]
     for name in ("low_precision", "float32_softmax"):
         ours, theirs = getattr(here, name), getattr(there, name)
         assert np.mean(ours != theirs) < 0.01, name

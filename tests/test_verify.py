@@ -17,14 +17,13 @@ from fagen import reference, verify
 from fagen.compile import compile_source
 from fagen.config import Sm90Forward
 from fagen.device import architecture, typical_device
-from fagen.problem import Dtype, Problem, Shape
+from fagen.problem import DTYPES, Dtype, Problem, Shape
 from fagen.reference import NUMPY_DTYPE, by_row
 from fagen.render import kernel_name, render
 from fagen.space import default_config
 from fagen.verify import Expected, expect, judge, random_inputs
 
 Array = np.ndarray[Any, Any]
-DTYPES: tuple[Dtype, ...] = ("fp16", "bf16")
 SHAPE = Shape(batch=1, seqlen_q=90, seqlen_k=70, heads_q=2, heads_kv=1)  # causal: 20 empty rows
 HEAD_DIM = 64
 
