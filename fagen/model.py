@@ -1,9 +1,10 @@
 """problem, shape, config, device -> microseconds, predicted without running anything.
 
-Each thread block walks over its keys in steps. A step keeps four pipes of the multiprocessor
-busy: tensor cores, softmax (special-function unit and issue slots), shared memory and L2. How
-well tensor cores and softmax overlap depends on how many warps or warpgroups take turns. Steps
-add up to tiles, tiles to waves. What counts is the order of the configs, not the microsecond.
+A thread block's tile is a path: start, then one step per block of keys, each of which waits for
+its products, softmax and loads in turn. Tiles that share a multiprocessor also share its pipes:
+tensor cores, special-function unit, issue slots, shared memory, TMA, L2. Path and pipes overlap
+to a degree: together they take a p-norm, between the longest of them (p = infinity) and their sum
+(p = 1). Tiles add up to waves. What counts is the order of the configs, not the microsecond.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from fagen import config as arithmetic
-from fagen.config import ELEMENT_BYTES, SCHEDULERS, WARP, WARPGROUP, Sm90Forward
+from fagen.config import ELEMENT_BYTES, SCHEDULERS, WARP, WARPGROUP, Sm80Forward, Sm90Forward
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
+from fagen.launch import Lengths, heads_per_group
 from fagen.problem import Problem, Shape
 from fagen.space import AnyConfig
 
@@ -22,38 +26,61 @@ if TYPE_CHECKING:
     from fagen.compile import Resources
 
 # ---- constants ----
-# "fit" is a fit to a plain Hopper kernel on an H200 (tests/test_model.py has its times), and to
-# FlashAttention-2 there (356 TFLOP/s at head dim 128, 304 at 64) for mma.sync.
+# "fit": to 1116 configs of forward_sm90 that were measured on an H200, bf16 at sequences of 512,
+# 2048 and 8192 (tests/test_model.py has them, and those that the fit has not seen). Cycles are
+# those of an SM.
 
-SUSTAINED_CLOCK = 0.85  # of the boost clock, under tensor load: the H200 is limited by its power
-SMEM_BYTES_PER_CLOCK = 128  # per SM: 32 banks of 4 bytes
-L2_BYTES_PER_CLOCK = 40  # per SM: 64x64 tiles at 530 TFLOP/s read 8.3 TB/s on an H200
+# What the hardware does.
+SUSTAINED_CLOCK = 0.95  # of the boost clock, in measurements with pauses between the launches
+SMEM_BYTES_PER_CLOCK = 128  # 32 banks of 4 bytes
+L2_BYTES_PER_CLOCK = 64  # an SM's port to the L2
 ISSUE_PER_CLOCK = 128  # lanes: four schedulers of a warp each
-ISSUE_PER_SCORE = 4.5  # scale and subtract, exp2, maximum, sum, half a conversion
-ISSUE_PER_MASKED_SCORE = 2.0  # comparison and select
-ISSUE_PER_POLYNOMIAL = 20.0  # instead of exp2: moving a quarter there lost 5 to 15 %
+WGMMA_ROWS, WGMMA_DEPTH = 64, 16  # of one wgmma instruction; its columns vary
 MMA_SYNC_FLOPS = 4096  # one warp-wide m16n8k16
 LDMATRIX_BYTES = 512  # one warp-wide ldmatrix.x4
-PIPES_BESIDE = 0.5  # what the less busy of special-function unit and issue slots adds: fit
-RESCALE_SERIAL = 0.5  # share of the rescaling of O that nothing hides: fit
-STEP_CYCLES = 80.0  # barriers, loop and the maximum's shuffles, per step: fit
-SLICE_CYCLES = 15.0  # one more barrier and issue per slice of block_k: guess
-LOAD_CYCLES = 1000.0  # latency of a load from L2, TMA included: fit
-TILE_CYCLES = 5000.0  # filling and draining a tile with one block per SM: fit to 1k against 4k
-TILE_BYTES_PER_CLOCK = 64  # loading Q and storing O
-PERSISTENT_TILE = 0.75  # share of it that is left where the next tile's loads run early: fit
-HIDDEN_BY_RESIDENTS = 1.5  # b blocks per SM hide each other's filling by b to this power: fit
-OVERLAP_NONE = {"forward_sm90": 1.15, "forward_sm80": 1.0}  # exponent, see `_together`: fit
-OVERLAP_OF_STREAM = 0.2  # for each further warp or warpgroup that takes turns
-OVERLAP_MOST_STREAMS = 3
-OVERLAP_WITHIN = 0.2  # the `overlap` axis
-OVERLAP_PING_PONG = 0.1
-TAIL_GROUPED, TAIL_HEAD_AFTER_HEAD, TAIL_PERSISTENT = 0.15, 0.5, 1.0  # causal imbalance: fit
-COMFORTABLE_REGISTERS = 28  # free beside the accumulators; with 12 a kernel spilled: fit
-NO_REGISTERS_LEFT = 0.6  # time lost when none are
+LOAD_CYCLES = 1050.0  # latency of a TMA load from L2: fit
+BOX_CYCLES = 50.0  # one TMA box, however small: fit
+NARROW_SWIZZLE = 1.15  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
+LAUNCH_US = 2.0
+
+# What the instructions of the kernels cost.
+ISSUE_PER_SCORE = 7.8  # scale, exp2, maximum, sum, half a conversion: 4.5 if no slot is lost; fit
+ISSUE_PER_MASKED_SCORE = 6.0  # index, comparison and select, in a loop of its own: fit
+ISSUE_PER_POLYNOMIAL = 11.5  # instead of exp2: 9 instructions and their share of lost slots; fit
+ISSUE_CYCLES = 110.0  # of a warpgroup's step, however few its keys: fit
+SOFTMAX_IN_SERIES = 0.65  # of the shorter of exp2 and other instructions, within a warp: fit
+STEP_CYCLES = 50.0  # latency of barriers and of the maximum's shuffles in a step: fit
+RESCALE_LATENCY = 4.2  # of rescaling O, in its issue cycles: it sits between two products; fit
+LAZY_CYCLES = 440.0  # vote and branch instead, which the compiler moves nothing across: fit
+P_STORE_PER_KEY = 1.0  # 64 rows of P written to shared memory, 128 bytes a cycle
+P_BARRIER_CYCLES = 35.0  # fence and barrier behind it: fit
+TURN_CYCLES = 24.0  # one warpgroup handing the tensor cores to the next: fit
+COLLISION = 0.3  # softmax that meets each other warpgroup's if nobody orders them: fit
+
+# A tile and a grid.
+TILE_CYCLES = 3200.0  # starting a block, first loads, storing O: fit
+PERSISTENT_TILE = 0.2  # share of it that is left where the next tile's loads run early: fit
+STATIC_TILE_KEYS = 64  # the same in keys, where tiles are dealt out beforehand
+L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys just then: fit
+TAIL_FULL = 0.6  # share of the last wave's idle time that is really lost: fit
+TAIL_HEAD_AFTER_HEAD = 0.9  # causal, how much of a longest tile sticks out at the end: fit
+
+# Exponents p of the overlap: fit.
+NORM = {"forward_sm90": 2.7, "forward_sm80": 2.5}
+NORM_OVERLAP = 0.15  # the `overlap` axis
+NORM_OF_RESIDENT = 0.25  # for each further block on the SM, up to
+NORM_MOST_RESIDENTS = 3
+NORM_MEMORY = 1.35  # device memory beside everything else: the first wave waits for it
+
+# Registers.
+REGISTERS_BESIDE = 28  # beside the accumulators, as NVRTC 13.0 compiles forward_sm90
+COMFORTABLE_REGISTERS = 28  # free beside the accumulators; with 16 to 23 each of 294 was bad
+NO_REGISTERS_LEFT = 0.3  # time lost when none are
 SPILL_BYTES_DOUBLE = 600.0  # bytes of spills that double the time: 192 cost a third
 SERIALISED = 1.4  # time lost when the compiler serialises wgmma
-LAUNCH_US = 2.0
+
+
+# ---- what a grid consists of ----
 
 
 class Steps(NamedTuple):
@@ -85,6 +112,33 @@ def steps_of_head(shape: Shape, causal: bool, block_m: int, block_n: int) -> Ste
     return Steps(tiles, total, longest, masked)
 
 
+@lru_cache(maxsize=1024)
+def grouped_heads(problem: Problem, shape: Shape) -> int:
+    """Query heads whose tiles `head_grouping` interleaves."""
+    return heads_per_group(problem, Lengths(**shape.model_dump()))
+
+
+@lru_cache(maxsize=4096)
+def static_imbalance(
+    problem: Problem, shape: Shape, block_m: int, slots: int, grouped: bool
+) -> float:
+    """Work of the busiest block of a persistent causal grid, over the mean: tile i goes to block
+    i % slots whatever its length, in the order of templates/schedule.cuh.
+    """
+    heads = shape.batch * shape.heads_q
+    tiles = -(-shape.seqlen_q // block_m)
+    index = np.arange(tiles * heads)
+    rank = index % tiles  # 0 is the head's longest tile
+    if grouped:
+        together = grouped_heads(problem, shape)
+        group, within = np.divmod(index, tiles * together)
+        rank = within // np.minimum(together, heads - group * together)
+    rows = np.minimum((tiles - rank) * block_m, shape.seqlen_q)
+    keys = np.clip(rows + shape.seqlen_k - shape.seqlen_q, 0, shape.seqlen_k) + STATIC_TILE_KEYS
+    work = np.bincount(index % slots, weights=keys, minlength=slots)
+    return float(work.max() / work.mean())
+
+
 def resident_blocks(
     config: AnyConfig, problem: Problem, device: Device, resources: Resources | None = None
 ) -> int:
@@ -92,9 +146,13 @@ def resident_blocks(
     arch = device.arch
     smem = arithmetic.smem_bytes(config, problem) + RESERVED_SMEM_PER_BLOCK
     threads = arithmetic.threads(config)
-    registers = (
-        resources.registers if resources else arithmetic.register_cap(config, arch.registers_per_sm)
-    )
+    registers = arithmetic.register_cap(config, arch.registers_per_sm)
+    if resources is not None:
+        registers = resources.registers
+    elif isinstance(config, Sm80Forward) or config.producer_registers == 0:
+        # Otherwise setmaxnreg makes the compiler allot the whole cap.
+        needed = arithmetic.accumulator_registers(config, problem) + REGISTERS_BESIDE
+        registers = min(registers, needed)
     warps = -(-threads // WARP)
     warps_by_registers = arch.registers_per_sm // (arithmetic.round_up(registers, 8) * WARP)
     fit = min(
@@ -103,19 +161,58 @@ def resident_blocks(
         arch.threads_per_sm // threads,
         arch.blocks_per_sm,
     )
+    if _persistent(config):
+        fit = min(fit, config.min_blocks_per_sm)  # no more are launched
     return max(fit, 1)
 
 
-# ---- one step of one block, in cycles of an SM that does nothing else ----
+def _persistent(config: AnyConfig) -> bool:
+    return isinstance(config, Sm90Forward) and config.persistent
 
 
-def tensor_cycles(config: AnyConfig, problem: Problem, device: Device) -> float:
-    """S = Q K^T over the padded head dim, then O += P V."""
-    columns = arithmetic.head_dim_padded(config, problem) + problem.head_dim
-    rate = (
-        device.arch.mma_flops if config.template == "forward_sm90" else device.arch.mma_sync_flops
-    )
-    return 2 * config.block_m * config.block_n * columns / rate
+def readers_of_keys(
+    problem: Problem, shape: Shape, config: AnyConfig, tiles_of_head: int, slots: int
+) -> float:
+    """Tiles that read the same K and V at about the same time, so that the L2 sends them once."""
+    query_heads = shape.heads_q // max(shape.heads_kv, 1)
+    if config.head_grouping:
+        return max(1.0, slots * query_heads / grouped_heads(problem, shape))
+    return float(min(tiles_of_head * query_heads, slots))
+
+
+# ---- one step of one block: cycles of each pipe if it did nothing else ----
+
+
+def computing_groups(config: AnyConfig) -> float:
+    """Warpgroups that compute; warps of mma.sync in fours."""
+    if isinstance(config, Sm90Forward):
+        return float(arithmetic.consumer_warpgroups(config))
+    return config.warps * WARP / WARPGROUP
+
+
+def swizzle_factor(config: AnyConfig) -> float:
+    """How much longer operand reads take under a swizzle that is not the 128-byte one."""
+    narrow = isinstance(config, Sm90Forward) and arithmetic.chunk(config) < 64
+    return NARROW_SWIZZLE if narrow else 1.0
+
+
+def wgmma_cycles(columns: int, a_in_smem: bool, swizzle: float, device: Device) -> float:
+    """One wgmma: its multiplications, or its operands from shared memory, whichever is longer."""
+    flops = 2 * WGMMA_ROWS * columns * WGMMA_DEPTH
+    operands = (columns + WGMMA_ROWS * a_in_smem) * WGMMA_DEPTH * ELEMENT_BYTES
+    return max(flops / device.arch.mma_flops, swizzle * operands / SMEM_BYTES_PER_CLOCK)
+
+
+def product_cycles(config: AnyConfig, problem: Problem, device: Device) -> tuple[float, float]:
+    """S = Q K^T over the padded head dim, and O += P V."""
+    padded = arithmetic.head_dim_padded(config, problem)
+    if isinstance(config, Sm80Forward):
+        scores = 2 * config.block_m * config.block_n / device.arch.mma_sync_flops
+        return scores * padded, scores * problem.head_dim
+    groups, swizzle = arithmetic.consumer_warpgroups(config), swizzle_factor(config)
+    qk = wgmma_cycles(config.block_n, True, swizzle, device)
+    pv = wgmma_cycles(problem.head_dim, config.p_in_smem, swizzle, device)
+    return groups * padded / WGMMA_DEPTH * qk, groups * config.block_n / WGMMA_DEPTH * pv
 
 
 def exp2_cycles(config: AnyConfig, device: Device) -> float:
@@ -131,7 +228,7 @@ def issue_cycles(config: AnyConfig, problem: Problem, masked_share: float) -> fl
     if config.exp2_fma_every:
         per_score += ISSUE_PER_POLYNOMIAL / config.exp2_fma_every
     cycles = scores * per_score / ISSUE_PER_CLOCK
-    if config.template == "forward_sm80":
+    if isinstance(config, Sm80Forward):
         products = 4 * scores * problem.head_dim / MMA_SYNC_FLOPS
         loads = smem_read_bytes(config, problem) / LDMATRIX_BYTES
         cycles += (products + loads) * WARP / ISSUE_PER_CLOCK
@@ -139,10 +236,8 @@ def issue_cycles(config: AnyConfig, problem: Problem, masked_share: float) -> fl
 
 
 def rescale_cycles(config: AnyConfig, problem: Problem) -> float:
-    """Multiplying O by the change of the row maximum, which the next product waits for."""
-    if config.lazy_rescale:
-        return 0.0
-    return config.block_m * problem.head_dim / ISSUE_PER_CLOCK
+    """Multiplying O by the change of the row maximum."""
+    return 0.0 if config.lazy_rescale else config.block_m * problem.head_dim / ISSUE_PER_CLOCK
 
 
 def smem_read_bytes(config: AnyConfig, problem: Problem) -> float:
@@ -156,33 +251,22 @@ def smem_read_bytes(config: AnyConfig, problem: Problem) -> float:
     return config.warps * keys + (0 if config.q_in_registers else q)
 
 
-def smem_cycles(config: AnyConfig, problem: Problem) -> float:
-    """Operand reads, and K and V being written."""
-    filled = fill_bytes(config, problem)
-    return (smem_read_bytes(config, problem) + filled) / SMEM_BYTES_PER_CLOCK
-
-
 def fill_bytes(config: AnyConfig, problem: Problem) -> float:
     """Bytes of K and V that a step loads."""
     return 2 * config.block_n * arithmetic.head_dim_padded(config, problem) * ELEMENT_BYTES
 
 
-def _together(a: float, b: float, exponent: float) -> float:
-    """Time of two kinds of work: their sum at exponent 1, the longer one at infinity."""
-    return float((a**exponent + b**exponent) ** (1 / exponent))
+def smem_cycles(config: AnyConfig, problem: Problem) -> float:
+    """Operand reads, and K and V being written."""
+    reads = swizzle_factor(config) * smem_read_bytes(config, problem)
+    return (reads + fill_bytes(config, problem)) / SMEM_BYTES_PER_CLOCK
 
 
-def overlap_exponent(config: AnyConfig, residents: int) -> float:
-    """How well tensor cores and softmax run beside each other."""
-    if isinstance(config, Sm90Forward):
-        streams = float(arithmetic.consumer_warpgroups(config) * residents)
-    else:
-        streams = config.warps * WARP / WARPGROUP * residents
-    exponent = OVERLAP_NONE[config.template]
-    exponent += OVERLAP_OF_STREAM * (min(max(streams, 1.0), OVERLAP_MOST_STREAMS) - 1)
-    if isinstance(config, Sm90Forward):
-        exponent += OVERLAP_WITHIN * config.overlap + OVERLAP_PING_PONG * config.ping_pong
-    return exponent
+def tma_cycles(config: AnyConfig, problem: Problem) -> float:
+    """Boxes of K and V, each a chunk of the head dim wide."""
+    if isinstance(config, Sm80Forward):
+        return 0.0
+    return BOX_CYCLES * 2 * arithmetic.head_dim_padded(config, problem) / arithmetic.chunk(config)
 
 
 def register_factor(
@@ -202,7 +286,154 @@ def register_factor(
     return 1.0 + NO_REGISTERS_LEFT * missing
 
 
-# ---- the kernel ----
+# ---- a step, a tile, a kernel ----
+
+
+class Step(NamedTuple):
+    """What one step of a block costs, in cycles.
+
+    Attributes:
+        tensor, exp2, issue, smem, tma, l2: of each pipe.
+        path: from a step of a warpgroup to its next, if nobody else is there.
+        stages_ahead: steps between asking for K and V and needing them.
+        norm: the exponent p of the overlap, with one block on the SM.
+        factor: by which registers that do not suffice lengthen it.
+    """
+
+    tensor: float
+    exp2: float
+    issue: float
+    smem: float
+    tma: float
+    l2: float
+    path: float
+    stages_ahead: float
+    norm: float
+    factor: float
+
+
+def step_of(
+    problem: Problem,
+    config: AnyConfig,
+    device: Device,
+    masked_share: float,
+    resources: Resources | None,
+) -> Step:
+    """What a step costs."""
+    groups = computing_groups(config)
+    qk, pv = product_cycles(config, problem, device)
+    exp2, issue = exp2_cycles(config, device), issue_cycles(config, problem, masked_share)
+    rescale = rescale_cycles(config, problem)
+
+    softmax = (max(exp2, issue) + SOFTMAX_IN_SERIES * min(exp2, issue)) / groups
+    latency = STEP_CYCLES + (
+        LAZY_CYCLES if config.lazy_rescale else RESCALE_LATENCY * rescale / groups
+    )
+    turns, norm = 0.0, NORM[config.template]
+    stages_ahead = config.stages - 1.0
+    if isinstance(config, Sm90Forward):
+        if config.ping_pong:
+            turns = TURN_CYCLES * groups
+        else:
+            softmax *= 1 + COLLISION * (groups - 1)
+        if config.p_in_smem:
+            latency += P_BARRIER_CYCLES + P_STORE_PER_KEY * config.block_n
+    if isinstance(config, Sm90Forward) and config.overlap:
+        norm += NORM_OVERLAP
+        products = qk / groups + max(pv / groups, softmax)
+    else:
+        # K's place is free before the softmax; the last of the groups that take turns decides.
+        stages_ahead += 1 / groups
+        products = (qk + pv) / groups + softmax
+    return Step(
+        tensor=qk + pv + turns,
+        exp2=exp2,
+        issue=issue + rescale + groups * ISSUE_CYCLES,
+        smem=smem_cycles(config, problem),
+        tma=tma_cycles(config, problem),
+        l2=fill_bytes(config, problem) / L2_BYTES_PER_CLOCK,
+        path=latency + products,
+        stages_ahead=stages_ahead,
+        norm=norm,
+        factor=register_factor(config, problem, device, resources),
+    )
+
+
+def tile_cycles(step: Step, steps: float, start: float, blocks: int, unshared: float) -> float:
+    """Cycles until each of the blocks on an SM has walked through a tile.
+
+    Args:
+        steps: of the tile.
+        start: cycles before the first step and after the last.
+        blocks: how many share the SM.
+        unshared: what is added of the L2's time.
+    """
+    p = step.norm + NORM_OF_RESIDENT * (min(blocks, NORM_MOST_RESIDENTS) - 1)
+    busy = (step.tensor, step.exp2, step.issue, step.smem, step.tma, step.l2)
+    pipes = math.pow(blocks, p) * sum([math.pow(cycles, p) for cycles in busy])
+    period = math.pow(pipes + math.pow(step.path, p), 1 / p)
+    exposed = max(0.0, LOAD_CYCLES + step.l2 - step.stages_ahead * period)
+    path = step.path + exposed / blocks**2 + start / steps  # other blocks fill a block's waits
+    each = step.factor * math.pow(pipes + math.pow(path, p), 1 / p) + unshared * blocks * step.l2
+    return steps * each
+
+
+class Kernel(NamedTuple):
+    """A kernel's cycles and what they are made of.
+
+    Attributes:
+        step: one step of one block.
+        steps: of all tiles together.
+        residents: blocks that share an SM.
+        even: all tiles, spread evenly over the SMs.
+        total: with the last wave or the imbalance of causal tiles.
+    """
+
+    step: Step
+    steps: int
+    residents: int
+    even: float
+    total: float
+
+
+def kernel_of(
+    problem: Problem, shape: Shape, config: AnyConfig, device: Device, resources: Resources | None
+) -> Kernel | None:
+    """The kernel's cycles; None if it has nothing to do."""
+    head = steps_of_head(shape, problem.causal, config.block_m, config.block_n)
+    heads = shape.batch * shape.heads_q
+    tiles = head.tiles * heads
+    if head.total * heads == 0:
+        return None
+    residents = resident_blocks(config, problem, device, resources)
+    residents = min(residents, -(-tiles // device.sm_count))
+    slots = device.sm_count * residents
+    persistent = _persistent(config)
+    readers = readers_of_keys(problem, shape, config, head.tiles, slots)
+    unshared = L2_UNSHARED / math.sqrt(readers)
+    start = TILE_CYCLES * (PERSISTENT_TILE if persistent else 1.0)
+    step = step_of(problem, config, device, head.masked / head.total, resources)
+
+    def tile(steps: float, blocks: int) -> float:
+        return tile_cycles(step, steps, start, blocks, unshared)
+
+    mean_steps = head.total / head.tiles
+    mean = tile(mean_steps, residents)
+    even = total = tiles * mean / slots
+    if not problem.causal:
+        waves, rest = divmod(tiles, slots)
+        left = -(-rest // device.sm_count)  # blocks per SM in the last wave
+        whole_waves = waves * mean + (tile(mean_steps, left) if left else 0.0)
+        total += (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
+    elif persistent:
+        grouped = config.head_grouping
+        total *= static_imbalance(problem, shape, config.block_m, slots, grouped)
+    else:
+        # A group of heads starts with its longest tiles: its short ones fill the end.
+        longest = tile(head.longest, residents)
+        sticking_out = 0.0 if config.head_grouping else TAIL_HEAD_AFTER_HEAD
+        total = max(longest, even + sticking_out * (longest - mean))
+    return Kernel(step, head.total * heads, residents, even, total)
 
 
 def explain_prediction(
@@ -214,79 +445,36 @@ def explain_prediction(
 ) -> dict[str, float]:
     """What the prediction is made of, in microseconds.
 
-    "tensor", "exp2", "issue", "shared memory", "l2" and "memory" are what each pipe would take
-    alone; "steps" is the main loop with their overlap, "tiles" the filling and draining of tiles,
-    "waves" what the last wave or the longest tiles cost, "total" the kernel.
+    "tensor", "exp2", "issue", "shared memory", "tma", "l2" and "memory" are what each pipe would
+    take alone, "path" what waiting for one thing after the other would; "even" is all tiles with
+    their overlap, spread evenly over the SMs, "waves" what the last wave or uneven tiles cost,
+    "total" the kernel.
     """
-    head = steps_of_head(shape, problem.causal, config.block_m, config.block_n)
-    heads = shape.batch * shape.heads_q
-    if head.total * heads == 0:
+    kernel = kernel_of(problem, shape, config, device, resources)
+    if kernel is None:
         return {"launch": LAUNCH_US, "total": LAUNCH_US}
-    masked_share = head.masked / head.total
-    residents = resident_blocks(config, problem, device, resources)
-    residents = min(residents, max(1, -(-head.tiles * heads // device.sm_count)))
-
-    tensor = tensor_cycles(config, problem, device)
-    exp2 = exp2_cycles(config, device)
-    issue = issue_cycles(config, problem, masked_share)
-    rescale = rescale_cycles(config, problem)
-    smem = smem_cycles(config, problem)
-    l2 = fill_bytes(config, problem) / L2_BYTES_PER_CLOCK
-    slices = arithmetic.head_dim_padded(config, problem) // config.block_k
-    factor = register_factor(config, problem, device, resources)
-
-    def step_cycles(blocks: int) -> float:
-        """One step of each of the blocks on an SM."""
-        busy = issue + rescale
-        softmax = max(exp2, busy) + PIPES_BESIDE * min(exp2, busy)
-        both = _together(blocks * tensor, blocks * softmax, overlap_exponent(config, blocks))
-        busiest = max(both, blocks * smem, blocks * l2)
-        serial = STEP_CYCLES + SLICE_CYCLES * slices + RESCALE_SERIAL * rescale
-        hidden = (config.stages - 0.5) * busiest
-        exposed = max(0.0, LOAD_CYCLES + blocks * l2 - hidden) / blocks
-        return factor * busiest + serial + exposed
-
-    q_and_o = 2 * config.block_m * problem.head_dim * ELEMENT_BYTES
-
-    def tile_cycles(blocks: int) -> float:
-        cycles = TILE_CYCLES + q_and_o / TILE_BYTES_PER_CLOCK
-        if isinstance(config, Sm90Forward) and config.persistent:
-            cycles *= PERSISTENT_TILE
-        return cycles * float(blocks ** (1 - HIDDEN_BY_RESIDENTS))
-
-    tiles = head.tiles * heads
-    slots = device.sm_count * residents
-    step, tile = step_cycles(residents), tile_cycles(residents)
-    even = (head.total * heads * step + tiles * tile) / slots
-    longest = head.longest * step + tile
-    if problem.causal:
-        mean = head.total / head.tiles * step + tile
-        share = TAIL_GROUPED if config.head_grouping else TAIL_HEAD_AFTER_HEAD
-        if isinstance(config, Sm90Forward) and config.persistent:
-            share = TAIL_PERSISTENT
-        cycles = max(longest, even + share * (longest - mean))
-    else:
-        waves, rest = divmod(tiles, slots)
-        left = -(-rest // device.sm_count)  # blocks per SM in the last wave
-        last = head.longest * step_cycles(left) + tile_cycles(left) if left else 0.0
-        cycles = waves * longest + last
-
-    clock = SUSTAINED_CLOCK * device.clock_mhz  # cycles per microsecond
-    memory = shape.bytes(problem) / device.memory_gbps * 1e-3
-    per_step = head.total * heads / device.sm_count / clock
+    cycles_per_us = SUSTAINED_CLOCK * device.clock_mhz
+    per_step = kernel.steps / device.sm_count / cycles_per_us
+    step = kernel.step
     return {
-        "tensor": tensor * per_step,
-        "exp2": exp2 * per_step,
-        "issue": (issue + rescale) * per_step,
-        "shared memory": smem * per_step,
-        "l2": l2 * per_step,
-        "memory": memory,
-        "steps": step / residents * per_step,
-        "tiles": tile * tiles / slots / clock,
-        "waves": (cycles - even) / clock,
+        "tensor": step.tensor * per_step,
+        "exp2": step.exp2 * per_step,
+        "issue": step.issue * per_step,
+        "shared memory": step.smem * per_step,
+        "tma": step.tma * per_step,
+        "l2": step.l2 * per_step,
+        "path": step.path / kernel.residents * per_step,
+        "memory": memory_us(problem, shape, device),
+        "even": kernel.even / cycles_per_us,
+        "waves": (kernel.total - kernel.even) / cycles_per_us,
         "launch": LAUNCH_US,
-        "total": _together(cycles / clock, memory, 3.0) + LAUNCH_US,
+        "total": predict(problem, shape, config, device, resources),
     }
+
+
+def memory_us(problem: Problem, shape: Shape, device: Device) -> float:
+    """Reading Q, K and V and writing O once, in microseconds."""
+    return shape.bytes(problem) / device.memory_gbps * 1e-3
 
 
 def predict(
@@ -301,5 +489,9 @@ def predict(
     Args:
         resources: what the compiler reported, if it was asked.
     """
-    total = explain_prediction(problem, shape, config, device, resources)["total"]
-    return total if math.isfinite(total) else float("inf")
+    kernel = kernel_of(problem, shape, config, device, resources)
+    if kernel is None:
+        return LAUNCH_US
+    computing = math.pow(kernel.total / (SUSTAINED_CLOCK * device.clock_mhz), NORM_MEMORY)
+    memory = math.pow(memory_us(problem, shape, device), NORM_MEMORY)
+    return LAUNCH_US + math.pow(computing + memory, 1 / NORM_MEMORY)

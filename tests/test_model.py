@@ -1,51 +1,54 @@
-"""The static model against times that were measured on an H200."""
+"""The static model against times that were measured on an H200 on 2026-11-29.
+
+benchmarks/results/h200_forward_sm90_*.journal.gz are the searches' own Optuna storages: 54 studies,
+62 measured configs each, 16384 tokens and 2048 / head_dim heads.
+"""
 
 from __future__ import annotations
 
+import gzip
 import itertools
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import optuna
 import pytest
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from fagen.compile import Resources
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import Sm80Forward, Sm90Forward, parse_config
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
-from fagen.model import explain_prediction, predict, resident_blocks, steps_of_head
+from fagen.model import (
+    explain_prediction,
+    predict,
+    readers_of_keys,
+    resident_blocks,
+    static_imbalance,
+    steps_of_head,
+)
 from fagen.problem import Problem, Shape
 from fagen.space import AnyConfig, default_config
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
-SEQLENS = (1024, 4096, 16384)
-
-
-def hopper(block_m: int, block_n: int, head_dim: int, **axes: Any) -> Sm90Forward:
-    return Sm90Forward(
-        block_m=block_m, block_n=block_n, block_k=min(head_dim, 64), **{"stages": 2, **axes}
-    )
-
-
-LAZY = {"lazy_rescale": True}
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+SEEN = "bf16"  # the journal that the model's constants are fitted to
+JOURNALS = (SEEN, "fp16", "bf16_more")  # lengths 512, 2048, 8192; the last 1024, 4096, 16384
 SMALL = {"ping_pong": False, "producer_registers": 0}
-# A plain hand-written kernel of the same design, bf16, 16k tokens, hidden size 2048:
-# head dim, causal, config, TFLOP/s at sequences of 1k, 4k and 16k.
-MEASURED: list[tuple[int, bool, AnyConfig, tuple[int, int, int]]] = [
-    (128, False, hopper(128, 128, 128), (556, 680, 641)),
-    (128, False, hopper(128, 128, 128, ping_pong=False), (557, 641, 641)),
-    (128, False, hopper(128, 160, 128), (533, 680, 668)),
-    (128, False, hopper(128, 176, 128), (550, 671, 670)),
-    (128, False, hopper(192, 112, 128), (412, 507, 527)),
-    (128, False, hopper(64, 64, 128, min_blocks_per_sm=2, **SMALL), (497, 530, 518)),
-    (128, True, hopper(128, 128, 128), (393, 561, 620)),
-    (128, True, hopper(128, 160, 128), (370, 573, 630)),
-    (64, False, hopper(192, 128, 64), (375, 444, 454)),
-    (64, False, hopper(192, 128, 64, **LAZY), (375, 483, 501)),
-    (64, False, hopper(192, 192, 64), (219, 301, 316)),
-    (64, False, hopper(64, 80, 64, min_blocks_per_sm=3, **SMALL), (431, 426, 434)),
-    (256, False, hopper(128, 80, 256), (644, 704, 753)),
-    (256, False, hopper(128, 80, 256, **LAZY), (644, 752, 760)),
-    (256, True, hopper(128, 80, 256, **LAZY), (449, 633, 728)),
-]
+
+
+class Study(NamedTuple):
+    """One search: what it was for, and its measured configs."""
+
+    name: str
+    problem: Problem
+    shape: Shape
+    trials: list[FrozenTrial]
+    configs: list[AnyConfig]
+    measured: np.ndarray[Any, Any]  # microseconds
+    predicted: np.ndarray[Any, Any]
 
 
 def shape_of(seqlen: int, head_dim: int) -> Shape:
@@ -55,37 +58,147 @@ def shape_of(seqlen: int, head_dim: int) -> Shape:
     )
 
 
+def read_study(study: optuna.Study) -> Study:
+    name = re.search(r"forward_(\w+)_d(\d+)_(causal|full) q(\d+)_", study.study_name)
+    assert name is not None
+    problem = Problem(dtype=name[1], head_dim=int(name[2]), causal=name[3] == "causal")
+    shape = shape_of(int(name[4]), problem.head_dim)
+    trials = study.get_trials(deepcopy=False)
+    good = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    configs = [parse_config({"template": "forward_sm90", **trial.params}) for trial in good]
+    measured = np.array([trial.value for trial in good])
+    predicted = np.array([predict(problem, shape, config, H200) for config in configs])
+    return Study(study.study_name, problem, shape, trials, configs, measured, predicted)
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Study]]:
+    """The studies of each journal, read as anybody would: with `optuna.load_study`."""
+    found = {}
+    for name in JOURNALS:
+        path = tmp_path_factory.mktemp("journals") / f"{name}.journal"
+        packed = RESULTS / f"h200_forward_sm90_{name}.journal.gz"
+        path.write_bytes(gzip.decompress(packed.read_bytes()))
+        storage = JournalStorage(JournalFileBackend(str(path)))
+        found[name] = [
+            read_study(optuna.load_study(study_name=study_name, storage=storage))
+            for study_name in optuna.get_all_study_names(storage)
+        ]
+    return found
+
+
+def rank_correlation(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(np.array(ranks))[0, 1])
+
+
+def hopper(block_m: int, block_n: int, head_dim: int, **axes: Any) -> Sm90Forward:
+    return Sm90Forward(
+        block_m=block_m, block_n=block_n, block_k=min(head_dim, 64), **{"stages": 2, **axes}
+    )
+
+
 def tflops(head_dim: int, causal: bool, config: AnyConfig, seqlen: int) -> float:
     problem = Problem(dtype="bf16", head_dim=head_dim, causal=causal)
     shape = shape_of(seqlen, head_dim)
     return shape.flops(problem) / predict(problem, shape, config, H200) * 1e-6
 
 
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+@pytest.mark.parametrize("journal", JOURNALS)
+def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
+    studies: dict[str, list[Study]], journal: str
+) -> None:
+    assert len(studies[journal]) == 18
+    for study in studies[journal]:
+        assert len(study.configs) == 62
+        for trial in study.trials:
+            assert trial.params.keys() == set(Sm90Forward.axis_names())
+            assert trial.datetime_complete is not None
+            if trial.state == TrialState.COMPLETE:
+                assert trial.value is not None
+                assert trial.value > 0
+            else:
+                assert trial.state == TrialState.FAIL
+                assert trial.value is None
+                assert trial.user_attrs["kind"] in ("illegal", "resources")
+                assert trial.user_attrs["reason"]
 
 
-def test_predictions_are_in_the_order_and_near_the_size_of_measurements() -> None:
-    predicted, measured = [], []
-    for head_dim, causal, config, numbers in MEASURED:
-        for seqlen, number in zip(SEQLENS, numbers, strict=True):
-            predicted.append(tflops(head_dim, causal, config, seqlen))
-            measured.append(float(number))
-    assert rank_correlation(predicted, measured) > 0.85
-    ratios = np.array(predicted) / np.array(measured)
-    assert np.exp(np.abs(np.log(ratios)).mean()) < 1.15
-    assert ratios.min() > 0.7
-    assert ratios.max() < 1.3
+@pytest.mark.parametrize("journal", JOURNALS)
+def test_configs_are_predicted_in_the_order_of_their_times(
+    studies: dict[str, list[Study]], journal: str
+) -> None:
+    """As good on the two journals that the model's constants have not seen: 0.94, 0.93, 0.93."""
+    correlations = {s.name: rank_correlation(s.predicted, s.measured) for s in studies[journal]}
+    assert min(correlations.values()) > 0.84, min(correlations, key=lambda s: correlations[s])
+    assert np.mean(list(correlations.values())) > 0.92
 
 
-def test_ampere_template_is_as_fast_as_flash_attention_2() -> None:
-    """FlashAttention-2's own tiles on that H200: 356 TFLOP/s at head dim 128, 303 at 64."""
-    for head_dim, block_n, measured in ((128, 64, 356), (64, 128, 303)):
+@pytest.mark.parametrize("journal", JOURNALS)
+def test_the_first_choice_is_nearly_the_best(studies: dict[str, list[Study]], journal: str) -> None:
+    losses = {
+        s.name: s.measured[np.argmin(s.predicted)] / s.measured.min() for s in studies[journal]
+    }
+    assert max(losses.values()) < 1.1, max(losses, key=lambda s: losses[s])
+    assert np.mean(list(losses.values())) < 1.02
+
+
+@pytest.mark.parametrize("journal", JOURNALS)
+def test_predictions_are_near_the_size_of_measurements(
+    studies: dict[str, list[Study]], journal: str
+) -> None:
+    for study in studies[journal]:
+        ratios = study.predicted / study.measured
+        assert 0.9 < np.median(ratios) < 1.15, study.name
+        assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < 0.13, study.name
+
+
+@pytest.mark.parametrize(
+    "axis", ["ping_pong", "overlap", "persistent", "p_in_smem", "lazy_rescale", "exp2_fma_every"]
+)
+def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: str) -> None:
+    """Pairs of configs that differ in nothing else: what turning it on costs, in logarithms."""
+    effects = []
+    for study in itertools.chain.from_iterable(studies.values()):
+        groups: dict[AnyConfig, list[int]] = {}
+        for i, config in enumerate(study.configs):
+            same = {axis: 0 if axis == "exp2_fma_every" else False, "producer_registers": 24}
+            groups.setdefault(config.model_copy(update=same), []).append(i)
+        for members in groups.values():
+            for a, b in itertools.permutations(members, 2):
+                if getattr(study.configs[a], axis) < getattr(study.configs[b], axis):
+                    times = (study.predicted, study.measured)
+                    effects.append([np.log(values[b] / values[a]) for values in times])
+    predicted, measured = np.array(effects).T
+    assert len(effects) > 20
+    assert np.abs(predicted - measured).mean() < 0.85 * np.abs(measured).mean()
+
+
+# What forward_sm80 reached on that H200, bf16, full, 2048 keys.
+SM80_MEASURED = [
+    # head dim, block_m, block_n, warps, min_blocks_per_sm, TFLOP/s
+    (64, 128, 128, 4, 1, 300),
+    (128, 128, 64, 4, 1, 348),
+    (128, 128, 32, 4, 2, 335),
+    (128, 64, 64, 4, 2, 318),
+    (128, 128, 64, 8, 1, 296),
+    (256, 64, 64, 4, 1, 332),
+    (256, 128, 64, 8, 1, 311),
+    (256, 64, 32, 4, 1, 285),
+]
+
+
+def test_ampere_template_is_as_fast_as_measured() -> None:
+    for head_dim, block_m, block_n, warps, min_blocks, measured in SM80_MEASURED:
         config = Sm80Forward(
-            block_m=128, block_n=block_n, block_k=head_dim, stages=1, min_blocks_per_sm=2
+            block_m=block_m,
+            block_n=block_n,
+            block_k=64,
+            stages=1,
+            warps=warps,
+            min_blocks_per_sm=min_blocks,
         )
-        assert tflops(head_dim, False, config, 4096) == pytest.approx(measured, rel=0.15)
+        assert tflops(head_dim, False, config, 2048) == pytest.approx(measured, rel=0.15)
 
 
 def test_flash_attention_2_remarks_on_warps() -> None:
@@ -125,6 +238,36 @@ def test_resident_blocks_follow_shared_memory_registers_and_threads() -> None:
     deep = small.model_copy(update={"stages": 4})
     assert resident_blocks(deep, problem, H200, resources) == 2
     assert resident_blocks(hopper(128, 128, 64), problem, H200) == 1
+
+
+def test_a_persistent_grid_has_the_blocks_that_it_asks_for() -> None:
+    problem = Problem(dtype="bf16", head_dim=64)
+    small = hopper(64, 64, 64, **SMALL)
+    assert resident_blocks(small, problem, H200) > 1
+    assert resident_blocks(small.model_copy(update={"persistent": True}), problem, H200) == 1
+
+
+def test_static_imbalance_is_that_of_the_schedule() -> None:
+    """Two heads of four tiles, 64 to 256 keys long (64 more for the tile itself), three blocks."""
+    problem = Problem(dtype="bf16", head_dim=64, causal=True)
+    shape = Shape(batch=1, seqlen_q=256, seqlen_k=256, heads_q=2, heads_kv=2)
+    lengths = {True: [5, 5, 4, 4, 3, 3, 2, 2], False: [5, 4, 3, 2, 5, 4, 3, 2]}
+    for grouped, tiles in lengths.items():
+        work = [sum(tiles[block::3]) for block in range(3)]
+        expected = max(work) / (sum(work) / 3)
+        assert static_imbalance(problem, shape, 64, 3, grouped) == pytest.approx(expected)
+
+
+def test_keys_have_more_readers_where_heads_share_them_or_follow_each_other() -> None:
+    problem = Problem(dtype="bf16", head_dim=128)
+    shape = shape_of(2048, 128)  # 32 heads fit the L2 together
+    config = hopper(128, 128, 128)
+    in_turn = config.model_copy(update={"head_grouping": False})
+    assert readers_of_keys(problem, shape, config, 16, 128) == 4
+    assert readers_of_keys(problem, shape, in_turn, 16, 128) == 16
+    grouped_queries = shape.model_copy(update={"heads_kv": 4})
+    assert readers_of_keys(problem, grouped_queries, config, 16, 128) == 4
+    assert readers_of_keys(problem, grouped_queries, in_turn, 16, 128) == 64
 
 
 def test_spills_and_serialised_wgmma_cost_time() -> None:
