@@ -1,4 +1,4 @@
-"""Many calls of one function, in processes that may crash or hang.
+"""Processes that may crash or hang: one, or many calls of one function.
 
 `concurrent.futures` cannot stop a call that hangs, and gives up its whole pool when one process
 dies; here only the one call fails.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any, TypeVar
 
 from fagen.errors import FagenError
@@ -93,25 +94,33 @@ def in_processes(
             child.kill()
 
 
+def spawn(target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A new process that runs `target(connection, *arguments)`, and this end of the connection.
+
+    Ctrl-C does not reach it: that is for this process, which then ends it.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    # Children inherit the signal mask. The tracker's own start would lift it, so it comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()  # so that its end reads as the end of the process
+    return process, ours
+
+
 class _Child:
     """A process that serves one job after the other; `job` is the one it has."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(function, theirs), daemon=True)
+        self.process, self.connection = spawn(_serve, function)
         self.job: Any = None
         self.deadline = 0.0
         self._allowance = STARTUP_SECONDS
-        # Children inherit the mask: Ctrl-C is for this process, which then ends them. The
-        # tracker's own start would lift the mask, so it comes first.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # so that its end reads as the end of the process
 
     def start(self, job: Any, timeout: float) -> None:
         self.job = job
@@ -144,7 +153,7 @@ class _Child:
         self.connection.close()
 
 
-def _serve(function: Callable[..., Any], connection: Connection) -> None:
+def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     """Runs in the child: answers jobs until the parent hangs up."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:

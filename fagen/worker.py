@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import multiprocessing
 import os
 import resource
 import signal
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -26,11 +24,13 @@ from fagen.device import Device
 from fagen.errors import CompileError, CudaError, DeviceError, FagenError
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
+from fagen.processes import spawn
 from fagen.space import AnyConfig
 from fagen.store import digest
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
 
     from fagen.launch import LoadedKernel
     from fagen.measure import Call
@@ -89,7 +89,7 @@ class Worker:
         self.device_index = device_index
         self.deadline_s = deadline_s
         self._evaluator = evaluator
-        self._process: Any = None
+        self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
 
     def __enter__(self) -> Self:
@@ -174,7 +174,7 @@ class Worker:
         """
         if self._process is None or not self._process.is_alive():
             self.close()
-            self._start()
+            self._process, self._connection = spawn(_serve, os.getpid())
             deadline_s += START_SECONDS
         assert self._connection is not None
         try:
@@ -195,6 +195,7 @@ class Worker:
 
     def _death(self) -> Exception:
         """Why the worker is gone."""
+        assert self._process is not None
         self._process.join(timeout=5)
         code = self._process.exitcode
         self.close()
@@ -207,20 +208,6 @@ class Worker:
         if code is not None and code < 0:
             died = f"was killed by {signal.Signals(-code).name}"
         return _Lost(Rejected(kind="crash", reason=f"the process that ran it {died}"))
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
-        # Ctrl-C is for the parent, which then ends the worker: children inherit the mask. The
-        # tracker's own start would lift it, so that comes first.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # so that its end reads as the end of the process
 
 
 # ---- what runs in the worker ----
