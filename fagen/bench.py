@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fagen import reference
 from fagen.config import one_line
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.problem import Dtype, Problem, Shape
+from fagen.problem import HIDDEN, TOKENS, Dtype, Problem, Shape, standard_shape
 from fagen.reference import EPSILON, NUMPY_DTYPE
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from fagen.space import AnyConfig
     from fagen.store import Store
 
-TOKENS = 16384  # batch * seqlen, as in FlashAttention's own benchmarks
-HIDDEN = 2048  # heads * head_dim
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
 SAMPLED_ROWS = 64
@@ -450,15 +448,8 @@ def bench(
     run = _Bench(problems[0].dtype, peers, store, sm80_store, device_index)
     cells = []
     for problem in problems:
-        heads = HIDDEN // problem.head_dim
         for seqlen in seqlens:
-            shape = Shape(
-                batch=TOKENS // seqlen,
-                seqlen_q=seqlen,
-                seqlen_k=seqlen,
-                heads_q=heads,
-                heads_kv=heads,
-            )
+            shape = standard_shape(problem.head_dim, seqlen, seqlen)
             cells.append(run.cell(problem, shape))
             progress(_line(cells[-1]))
     return Results(

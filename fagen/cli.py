@@ -95,20 +95,6 @@ def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
         ) from None
 
 
-def _shape(seqlen_q: int, seqlen_k: int, batch: int, heads_q: int, heads_kv: int) -> Shape:
-    from pydantic import ValidationError
-
-    from fagen.config import one_line
-    from fagen.problem import Shape
-
-    try:
-        return Shape(
-            batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_kv=heads_kv
-        )
-    except ValidationError as error:
-        raise ArgumentError(one_line(error)) from None
-
-
 def _integers(text: str, flag: str) -> list[int]:
     """The numbers of a comma-separated list such as "512,2048"."""
     try:
@@ -438,9 +424,17 @@ def _default_shape(
     kv_heads: int | None,
 ) -> Shape:
     """The shape of these flags; what is left out is filled up to 16k tokens of hidden size 2048."""
-    heads = max(2048 // problem.head_dim, 1) if heads is None else heads
-    batch = max(16384 // max(seqlen_q, 1), 1) if batch is None else batch
-    return _shape(seqlen_q, seqlen_k, batch, heads, heads if kv_heads is None else kv_heads)
+    from pydantic import ValidationError
+
+    from fagen.config import one_line
+    from fagen.problem import standard_shape
+
+    try:
+        return standard_shape(
+            problem.head_dim, seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=kv_heads
+        )
+    except ValidationError as error:
+        raise ArgumentError(one_line(error)) from None
 
 
 def _print_kernel(files: dict[str, str | bytes]) -> None:

@@ -16,6 +16,10 @@ HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
 WIDE_ALIGNMENT = 16  # bytes: what TMA and 16-byte cp.async need of bases and strides
 
+# The standard shapes, those of FlashAttention's own benchmarks.
+TOKENS = 16384  # batch * seqlen
+HIDDEN = 2048  # heads * head_dim
+
 
 class Problem(BaseModel):
     """The static question that one kernel text answers.
@@ -156,3 +160,29 @@ class Shape(BaseModel):
 
     def __str__(self) -> str:
         return f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"
+
+
+def standard_shape(
+    head_dim: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    heads_kv: int | None = None,
+) -> Shape:
+    """A shape of these lengths; what is None is filled up to the standard size, to 1 at least.
+
+    Args:
+        batch: TOKENS // seqlen_q if None.
+        heads: query heads, HIDDEN // head_dim if None.
+        heads_kv: as many as heads if None.
+    """
+    heads_q = max(HIDDEN // head_dim, 1) if heads is None else heads
+    return Shape(
+        batch=max(TOKENS // max(seqlen_q, 1), 1) if batch is None else batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_q if heads_kv is None else heads_kv,
+    )
