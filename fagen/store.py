@@ -7,11 +7,13 @@ with no object construction, so a tag or an alias is refused before it can mean 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import cache, cached_property
@@ -29,6 +31,7 @@ from fagen.problem import Bucket, Problem, Shape
 SCHEMA = 1  # of the file as a whole; a field that is new in a record does not raise it
 CONFIG_VARIABLE = "FAGEN_CONFIG"
 LOCK_SECONDS = 60.0
+MAX_BYTES = 64 << 20  # of a file: a record takes 800
 MAX_DEPTH = 8  # of nested collections: a record needs 4
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _log = logging.getLogger(__name__)
@@ -214,7 +217,11 @@ def load_records(path: str | Path) -> RecordFile:
     """
     path = Path(path)
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise StoreError(f"{path}: no file of tuned configs: it is over {MAX_BYTES >> 20} MiB")
+        text = data.decode()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -372,25 +379,48 @@ def save_records(path: str | Path, records: Iterable[Record]) -> None:
     Raises:
         StoreError: the file is damaged, of another schema, or cannot be written; it is as it was.
     """
+    with _to_change(path) as old:
+        merged = {record.key: record for record in old.records}
+        for record in records:
+            _keep_better(merged, record)
+        _replace(old.path, _text(merged.values(), old.skipped))
+    _open.cache_clear()  # this process sees what it saved
+
+
+def check_can_save(path: str | Path) -> None:
+    """Find out before hours of search whether `save_records` can write there.
+
+    At most the folder and the lock file are made.
+
+    Raises:
+        StoreError: what `save_records` would raise.
+    """
+    with _to_change(path) as old:
+        if not os.access(old.path if old.path.exists() else old.path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _to_change(path: str | Path) -> Iterator[RecordFile]:
+    """What stands in a file, under its lock; an OSError becomes a StoreError."""
     from filelock import FileLock
 
     path = Path(path).expanduser().resolve()  # a link stays a link
     try:
+        if path.exists() and not path.is_file():
+            raise StoreError(f"cannot write {path}: it is no file; give another `--out FILE`")
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
             old = load_records(path) if path.exists() else RecordFile(path)
             if any(entry.fields is None for entry in old.skipped):
                 raise StoreError(f"cannot add to {path}: {old.skipped[0].reason}: use a new file")
-            merged = {record.key: record for record in old.records}
-            for record in records:
-                _keep_better(merged, record)
-            _replace(path, _text(merged.values(), old.skipped))
+            yield old
     except OSError as error:
+        why = (error.strerror or str(error)).rstrip(".")
         raise StoreError(
-            f"cannot write {path}: {error.strerror or error}. The file is as it was; "
+            f"cannot write {path}: {why}. The file is as it was; "
             "free the disk or give another `--out FILE`"
         ) from None
-    _open.cache_clear()  # this process sees what it saved
 
 
 def _replace(path: Path, text: str) -> None:

@@ -39,6 +39,7 @@ from fagen.store import (
     Record,
     Result,
     Store,
+    check_can_save,
     digest,
     save_records,
     user_overlay_path,

@@ -20,7 +20,16 @@ from fagen.device import KNOWN_DEVICES
 from fagen.errors import StoreError
 from fagen.problem import Problem, Shape
 from fagen.space import default_config
-from fagen.store import Card, Provenance, Record, Result, Store, load_records, save_records
+from fagen.store import (
+    Card,
+    Provenance,
+    Record,
+    Result,
+    Store,
+    check_can_save,
+    load_records,
+    save_records,
+)
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
@@ -360,3 +369,22 @@ def test_two_hundred_records_load_quickly(path: Path, monkeypatch: pytest.Monkey
     # The best of several: other work on the machine only ever adds to it.
     timer = timeit.Timer(lambda: load_records(path), timer=time.process_time)
     assert min(timer.repeat(number=1, repeat=8)) < 0.1
+
+
+def test_what_cannot_be_written_is_known_before_the_search(path: Path) -> None:
+    check_can_save(path)
+    assert not path.exists()
+    save_records(path, [make_record()])
+    before = path.read_bytes()
+    check_can_save(path)
+    assert path.read_bytes() == before
+    path.write_text("torn: [")
+    for where in (path, path.parent, path / "below.yaml", "/dev/full", "/proc/x.yaml"):
+        with pytest.raises(StoreError):
+            check_can_save(where)
+
+
+def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_BYTES", 1000)
+    with pytest.raises(StoreError, match="no file of tuned configs"):
+        load_records("/dev/zero")
