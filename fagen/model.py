@@ -2,8 +2,8 @@
 
 A thread block's tile is a path: start, then one step per block of keys, each of which waits for
 its products, softmax and loads in turn. Tiles that share a multiprocessor also share its pipes:
-tensor cores, special-function unit, issue slots, shared memory, TMA, L2. Path and pipes overlap
-to a degree: together they take a p-norm, between the longest of them (p = infinity) and their sum
+tensor cores, special-function unit, issue slots, shared memory, L2. Path and pipes overlap to a
+degree: together they take a p-norm, between the longest of them (p = infinity) and their sum
 (p = 1). Tiles add up to waves. What counts is the order of the configs, not the microsecond.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # ---- constants ----
 # "fit": to 1116 configs of forward_sm90 that were measured on an H200, bf16 at sequences of 512,
-# 2048 and 8192 (tests/test_model.py has them, and those that the fit has not seen). Cycles are
+# 2048 and 8192; tests/test_model.py reads them, and those that the fit has not seen. Cycles are
 # those of an SM.
 
 # What the hardware does.
@@ -39,22 +39,18 @@ WGMMA_ROWS, WGMMA_DEPTH = 64, 16  # of one wgmma instruction; its columns vary
 MMA_SYNC_FLOPS = 4096  # one warp-wide m16n8k16
 LDMATRIX_BYTES = 512  # one warp-wide ldmatrix.x4
 LOAD_CYCLES = 1050.0  # latency of a TMA load from L2: fit
-BOX_CYCLES = 50.0  # one TMA box, however small: fit
 NARROW_SWIZZLE = 1.15  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
 LAUNCH_US = 2.0
 
 # What the instructions of the kernels cost.
 ISSUE_PER_SCORE = 7.8  # scale, exp2, maximum, sum, half a conversion: 4.5 if no slot is lost; fit
 ISSUE_PER_MASKED_SCORE = 6.0  # index, comparison and select, in a loop of its own: fit
-ISSUE_PER_POLYNOMIAL = 11.5  # instead of exp2: 9 instructions and their share of lost slots; fit
-ISSUE_CYCLES = 110.0  # of a warpgroup's step, however few its keys: fit
-SOFTMAX_IN_SERIES = 0.65  # of the shorter of exp2 and other instructions, within a warp: fit
-STEP_CYCLES = 50.0  # latency of barriers and of the maximum's shuffles in a step: fit
-RESCALE_LATENCY = 4.2  # of rescaling O, in its issue cycles: it sits between two products; fit
-LAZY_CYCLES = 440.0  # vote and branch instead, which the compiler moves nothing across: fit
-P_STORE_PER_KEY = 1.0  # 64 rows of P written to shared memory, 128 bytes a cycle
-P_BARRIER_CYCLES = 35.0  # fence and barrier behind it: fit
-TURN_CYCLES = 24.0  # one warpgroup handing the tensor cores to the next: fit
+ISSUE_PER_POLYNOMIAL = 11.3  # instead of exp2: 9 instructions and their share of lost slots; fit
+ISSUE_CYCLES = 125.0  # of a warpgroup's step, however few its keys: fit
+SOFTMAX_IN_SERIES = 0.6  # of the shorter of exp2 and other instructions, within a warp: fit
+RESCALE_LATENCY = 5.0  # of rescaling O, in its issue cycles: it sits between two products; fit
+LAZY_CYCLES = 510.0  # vote and branch instead, which the compiler moves nothing across: fit
+P_STORE_PER_KEY = 1.7  # 64 rows of P to shared memory at 128 bytes a cycle, and a barrier: fit
 COLLISION = 0.3  # softmax that meets each other warpgroup's if nobody orders them: fit
 
 # A tile and a grid.
@@ -62,13 +58,13 @@ TILE_CYCLES = 3200.0  # starting a block, first loads, storing O: fit
 PERSISTENT_TILE = 0.2  # share of it that is left where the next tile's loads run early: fit
 STATIC_TILE_KEYS = 64  # the same in keys, where tiles are dealt out beforehand
 L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys just then: fit
-TAIL_FULL = 0.6  # share of the last wave's idle time that is really lost: fit
+TAIL_FULL = 0.65  # share of the last wave's idle time that is really lost: fit
 TAIL_HEAD_AFTER_HEAD = 0.9  # causal, how much of a longest tile sticks out at the end: fit
 
 # Exponents p of the overlap: fit.
 NORM = {"forward_sm90": 2.7, "forward_sm80": 2.5}
 NORM_OVERLAP = 0.15  # the `overlap` axis
-NORM_OF_RESIDENT = 0.25  # for each further block on the SM, up to
+NORM_OF_RESIDENT = 0.28  # for each further block on the SM, up to
 NORM_MOST_RESIDENTS = 3
 NORM_MEMORY = 1.35  # device memory beside everything else: the first wave waits for it
 
@@ -262,13 +258,6 @@ def smem_cycles(config: AnyConfig, problem: Problem) -> float:
     return (reads + fill_bytes(config, problem)) / SMEM_BYTES_PER_CLOCK
 
 
-def tma_cycles(config: AnyConfig, problem: Problem) -> float:
-    """Boxes of K and V, each a chunk of the head dim wide."""
-    if isinstance(config, Sm80Forward):
-        return 0.0
-    return BOX_CYCLES * 2 * arithmetic.head_dim_padded(config, problem) / arithmetic.chunk(config)
-
-
 def register_factor(
     config: AnyConfig, problem: Problem, device: Device, resources: Resources | None
 ) -> float:
@@ -293,7 +282,7 @@ class Step(NamedTuple):
     """What one step of a block costs, in cycles.
 
     Attributes:
-        tensor, exp2, issue, smem, tma, l2: of each pipe.
+        tensor, exp2, issue, smem, l2: of each pipe.
         path: from a step of a warpgroup to its next, if nobody else is there.
         stages_ahead: steps between asking for K and V and needing them.
         norm: the exponent p of the overlap, with one block on the SM.
@@ -304,7 +293,6 @@ class Step(NamedTuple):
     exp2: float
     issue: float
     smem: float
-    tma: float
     l2: float
     path: float
     stages_ahead: float
@@ -326,18 +314,14 @@ def step_of(
     rescale = rescale_cycles(config, problem)
 
     softmax = (max(exp2, issue) + SOFTMAX_IN_SERIES * min(exp2, issue)) / groups
-    latency = STEP_CYCLES + (
-        LAZY_CYCLES if config.lazy_rescale else RESCALE_LATENCY * rescale / groups
-    )
-    turns, norm = 0.0, NORM[config.template]
+    latency = LAZY_CYCLES if config.lazy_rescale else RESCALE_LATENCY * rescale / groups
+    norm = NORM[config.template]
     stages_ahead = config.stages - 1.0
     if isinstance(config, Sm90Forward):
-        if config.ping_pong:
-            turns = TURN_CYCLES * groups
-        else:
+        if not config.ping_pong:
             softmax *= 1 + COLLISION * (groups - 1)
         if config.p_in_smem:
-            latency += P_BARRIER_CYCLES + P_STORE_PER_KEY * config.block_n
+            latency += P_STORE_PER_KEY * config.block_n
     if isinstance(config, Sm90Forward) and config.overlap:
         norm += NORM_OVERLAP
         products = qk / groups + max(pv / groups, softmax)
@@ -346,11 +330,10 @@ def step_of(
         stages_ahead += 1 / groups
         products = (qk + pv) / groups + softmax
     return Step(
-        tensor=qk + pv + turns,
+        tensor=qk + pv,
         exp2=exp2,
         issue=issue + rescale + groups * ISSUE_CYCLES,
         smem=smem_cycles(config, problem),
-        tma=tma_cycles(config, problem),
         l2=fill_bytes(config, problem) / L2_BYTES_PER_CLOCK,
         path=latency + products,
         stages_ahead=stages_ahead,
@@ -369,7 +352,7 @@ def tile_cycles(step: Step, steps: float, start: float, blocks: int, unshared: f
         unshared: what is added of the L2's time.
     """
     p = step.norm + NORM_OF_RESIDENT * (min(blocks, NORM_MOST_RESIDENTS) - 1)
-    busy = (step.tensor, step.exp2, step.issue, step.smem, step.tma, step.l2)
+    busy = (step.tensor, step.exp2, step.issue, step.smem, step.l2)
     pipes = math.pow(blocks, p) * sum([math.pow(cycles, p) for cycles in busy])
     period = math.pow(pipes + math.pow(step.path, p), 1 / p)
     exposed = max(0.0, LOAD_CYCLES + step.l2 - step.stages_ahead * period)
@@ -445,7 +428,7 @@ def explain_prediction(
 ) -> dict[str, float]:
     """What the prediction is made of, in microseconds.
 
-    "tensor", "exp2", "issue", "shared memory", "tma", "l2" and "memory" are what each pipe would
+    "tensor", "exp2", "issue", "shared memory", "l2" and "memory" are what each pipe would
     take alone, "path" what waiting for one thing after the other would; "even" is all tiles with
     their overlap, spread evenly over the SMs, "waves" what the last wave or uneven tiles cost,
     "total" the kernel.
@@ -461,7 +444,6 @@ def explain_prediction(
         "exp2": step.exp2 * per_step,
         "issue": step.issue * per_step,
         "shared memory": step.smem * per_step,
-        "tma": step.tma * per_step,
         "l2": step.l2 * per_step,
         "path": step.path / kernel.residents * per_step,
         "memory": memory_us(problem, shape, device),
