@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +180,28 @@ def test_the_contract_of_the_flags() -> None:
             for flag in (*parameter.opts, *parameter.secondary_opts)
         }
         assert set(flags.split()) <= there, name
+
+
+def test_defaults_and_choices_are_those_of_the_rooms() -> None:
+    """They are spelled out in the help, since `fagen --help` imports no room."""
+    from fagen import bench, check, search, tune
+
+    def commas(values: Iterable[object]) -> str:
+        return ",".join(map(str, values))
+
+    flags = {
+        name: {parameter.name: parameter for parameter in commands()[name].params}
+        for name in ("tune", "bench", "check")
+    }
+    assert flags["tune"]["seqlen"].default == commas(tune.STANDARD_SEQLENS)
+    assert flags["tune"]["trials"].default == tune.TRIALS
+    assert commas(tune.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
+    assert all(sampler in flags["tune"]["sampler"].help for sampler in search.SAMPLERS)
+    assert flags["bench"]["seqlen"].default == commas(bench.SEQLENS)
+    assert flags["bench"]["head_dim"].default == commas(bench.HEAD_DIMS)
+    assert flags["bench"]["against"].default == commas(bench.ADAPTERS)
+    sample = inspect.signature(check.check).parameters["sample"]
+    assert flags["check"]["sample"].default == sample.default
 
 
 def test_no_words_is_help_and_version_is_one_line(fagen: Fagen) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from alive import is_alive, wait_until_dead
 
 from fagen import compile as compiler
 from fagen.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
@@ -284,14 +285,6 @@ def test_a_bug_is_not_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
     assert "TypeError: a bug" in capfd.readouterr().err
 
 
-def _alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def _note_and_sleep(folder: str) -> None:
     (Path(folder) / str(os.getpid())).touch()
     time.sleep(60)
@@ -327,15 +320,8 @@ def sleepers(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]
             time.sleep(0.05)
         yield parent, pids
         for pid in (parent.pid, *pids):
-            if _alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _wait_for_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(_alive, pids)):
-        assert time.monotonic() < deadline, "processes outlived their parent"
-        time.sleep(0.02)
 
 
 def test_processes_end_with_a_killed_parent(
@@ -343,7 +329,7 @@ def test_processes_end_with_a_killed_parent(
 ) -> None:
     parent, pids = sleepers
     parent.kill()
-    _wait_for_end(pids)
+    wait_until_dead(*pids)
 
 
 def test_ctrl_c_ends_the_processes_with_one_traceback(
@@ -352,12 +338,12 @@ def test_ctrl_c_ends_the_processes_with_one_traceback(
     parent, pids = sleepers
     os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
     _, errors = parent.communicate(timeout=10)
-    _wait_for_end(pids)
+    wait_until_dead(*pids)
     assert errors.count("Traceback") == 1
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
-def test_resources_are_frozen_and_strict() -> None:
+def test_resources_that_cannot_be_are_refused() -> None:
     text = '{"registers": 8, "spill_bytes": 0, "stack_bytes": 0, "smem_bytes": 0, "warnings": []}'
     assert Resources.model_validate_json(text).why_bad() is None
     with pytest.raises(ValueError, match="registers"):

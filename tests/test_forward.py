@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
+from fagen.compile import compile_kernel
+from fagen.config import TEMPLATES
+from fagen.driver import query_device
+from fagen.launch import LoadedKernel
 from fagen.problem import Dtype, Problem, Shape
+from fagen.space import axes, default_config, why_illegal
+from fagen.verify import verify
 
 pytestmark = pytest.mark.gpu
 
@@ -28,16 +35,10 @@ def shapes(group: int) -> list[Shape]:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("template", ["forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_default_config_on_the_grid(
     template: str, dtype: Dtype, head_dim: int, causal: bool, group: int
 ) -> None:
-    from fagen.compile import compile_kernel
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
-    from fagen.space import default_config
-    from fagen.verify import verify
-
     device = query_device(0)
     if template not in device.arch.templates:
         pytest.skip(f"{template} does not run on {device}")
@@ -48,17 +49,9 @@ def test_default_config_on_the_grid(
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("template", ["forward_sm80", "forward_sm90"])
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("seed", range(24))
 def test_configs_drawn_from_the_space(template: str, seed: int) -> None:
-    import random
-
-    from fagen.compile import compile_kernel
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
-    from fagen.space import TEMPLATES, axes, why_illegal
-    from fagen.verify import verify
-
     device = query_device(0)
     if template not in device.arch.templates:
         pytest.skip(f"{template} does not run on {device}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alive import is_alive, wait_until_dead
 
 from fagen.errors import DeviceError
 from fagen.outcome import Measured, Outcome, Rejected
@@ -35,22 +36,6 @@ def ask(worker: Worker, what: str) -> Outcome:
 def pid(outcome: Outcome) -> int:
     assert isinstance(outcome, Measured)
     return int(outcome.time_us)
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process runs; one that has ended but was not waited for does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
-
-
-def wait_until_dead(process: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_alive(process):
-        assert time.monotonic() < deadline, f"process {process} still runs"
-        time.sleep(0.02)
 
 
 def test_one_process_serves_many_requests(worker: Worker) -> None:
