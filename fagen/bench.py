@@ -365,7 +365,6 @@ class _Bench:
                 del calls[name]
         rounds = compare(calls, device_index=self.device_index) if calls else {}
         medians = {name: median_and_spread(us) for name, us in rounds.items()}
-        flops = shape.flops(problem)
         return Cell(
             head_dim=problem.head_dim,
             causal=problem.causal,
@@ -374,7 +373,7 @@ class _Bench:
             heads=shape.heads_q,
             us={name: round(us, 2) for name, (us, _) in medians.items()},
             spread={name: round(spread, 4) for name, (_, spread) in medians.items()},
-            tflops={name: round(flops / us / 1e6, 1) for name, (us, _) in medians.items()},
+            tflops={name: round(shape.tflops(problem, us), 1) for name, (us, _) in medians.items()},
             config=str(choice.config),
             tier=choice.tier_name,
             failed=failed,

@@ -153,6 +153,10 @@ class Shape(BaseModel):
         pairs = self.visible_pairs(problem.causal)
         return 4 * problem.head_dim * pairs * self.batch * self.heads_q
 
+    def tflops(self, problem: Problem, time_us: float) -> float:
+        """The speed of a call that takes so many microseconds, in 1e12 operations per second."""
+        return self.flops(problem) / time_us * 1e-6
+
     def bytes(self, problem: Problem) -> int:
         """Fewest bytes of device memory moved: Q, K and V read once, O written once."""
         rows = 2 * self.seqlen_q * self.heads_q + 2 * self.seqlen_k * self.heads_kv

@@ -29,7 +29,7 @@ def describe_best(problem: Problem, shape: Shape, best: Tried | None) -> str:
     if best is None or not isinstance(best.outcome, Measured):
         return "nothing yet"
     time_us = best.outcome.time_us
-    return f"{time_us:.1f} us, {shape.flops(problem) / time_us * 1e-6:.0f} TFLOP/s: {best.config}"
+    return f"{time_us:.1f} us, {shape.tflops(problem, time_us):.0f} TFLOP/s: {best.config}"
 
 
 def describe_rejections(rejections: Mapping[str, int]) -> str:

@@ -8,6 +8,7 @@ are timed again side by side with the template's default. Without one: the stati
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -28,7 +29,7 @@ from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError, DeviceError, UnsupportedError
 from fagen.measure import median_and_spread
 from fagen.outcome import Measured, Outcome, Rejected
-from fagen.problem import Dtype, Problem, Shape
+from fagen.problem import Dtype, Problem, Shape, standard_shape
 from fagen.processes import in_processes
 from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, Tried, open_storage, search
@@ -46,13 +47,11 @@ from fagen.store import (
 )
 from fagen.worker import TORCH, DeviceReport, Worker
 
-# The standard list, common ones first: 16k tokens, hidden size 2048.
+# The standard list, common ones first.
 STANDARD_DTYPES: tuple[Dtype, ...] = ("bf16", "fp16")
 STANDARD_HEAD_DIMS = (128, 64, 256, 96, 192)
 STANDARD_CAUSAL = (True, False)
 STANDARD_SEQLENS = (512, 2048, 8192)
-TOKENS = 16384
-HIDDEN = 2048
 
 TRIALS = 100
 FINALISTS = 3  # timed again, beside the default and what was on record
@@ -92,30 +91,17 @@ def standard_tasks(
 
     Args:
         seqlens: lengths of queries and keys alike.
-        batch: 16384 // seqlen if None, at least 1.
-        heads: 2048 // head_dim if None, at least 1.
-        kv_heads: as many as heads if None.
+        batch, heads, kv_heads: those of `standard_shape` if None.
     """
     tasks = []
-    for dtype in dtypes:
-        for head_dim in head_dims:
-            for mask in causal:
-                heads_q = heads or max(1, HIDDEN // head_dim)
-                shapes = {
-                    shape.bucket(): shape
-                    for shape in (
-                        Shape(
-                            batch=batch or max(1, TOKENS // max(seqlen, 1)),
-                            seqlen_q=seqlen,
-                            seqlen_k=seqlen,
-                            heads_q=heads_q,
-                            heads_kv=kv_heads or heads_q,
-                        )
-                        for seqlen in seqlens
-                    )
-                }
-                problem = Problem(dtype=dtype, head_dim=head_dim, causal=mask)
-                tasks.append(Task(problem, tuple(shapes.values())))
+    for dtype, head_dim, mask in itertools.product(dtypes, head_dims, causal):
+        shapes = [
+            standard_shape(head_dim, seqlen, seqlen, batch=batch, heads=heads, heads_kv=kv_heads)
+            for seqlen in seqlens
+        ]
+        one_a_bucket = {shape.bucket(): shape for shape in shapes}
+        problem = Problem(dtype=dtype, head_dim=head_dim, causal=mask)
+        tasks.append(Task(problem, tuple(one_a_bucket.values())))
     return tasks
 
 
@@ -519,7 +505,7 @@ class _Tuning:
                 kind="measured",
                 median_us=won,
                 spread=spread,
-                tflops=shape.flops(problem) / won * 1e-6,
+                tflops=shape.tflops(problem, won),
                 trials=len(ranked),
                 speedup_over_default=speedup_over(str(default)),
                 speedup_over_torch=speedup_over(TORCH),
@@ -686,7 +672,7 @@ class _Prediction:
             result=Result(
                 kind="predicted",
                 median_us=won,
-                tflops=shape.flops(problem) / won * 1e-6,
+                tflops=shape.tflops(problem, won),
                 trials=len(ranked),
                 speedup_over_default=times[default] / won,
                 policy="model",

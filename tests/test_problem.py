@@ -31,6 +31,7 @@ def test_flops_and_bytes() -> None:
     asked = shape(100, 300, batch=2)
     assert asked.flops(full) == 2 * 4 * (2 * 100 * 64 * 300) * 2  # two products of 2*m*n*k
     assert asked.flops(causal) == 4 * 64 * (100 * 200 + 100 * 101 // 2) * 2 * 4
+    assert asked.tflops(full, time_us=100.0) == pytest.approx(asked.flops(full) / 1e-4 / 1e12)
     q_and_o, k_and_v = 2 * (2 * 100 * 4 * 64), 2 * (2 * 300 * 2 * 64)
     assert asked.bytes(full) == 2 * (q_and_o + k_and_v)
 
