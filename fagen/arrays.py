@@ -304,6 +304,6 @@ def alignment(*operands: Operand) -> Literal[2, 16]:
             return 2
         for stride, size in zip(view.strides, view.shape, strict=False):
             byte_stride = stride * ELEMENT_BYTES
-            if size > 1 and (byte_stride % 16 or not 0 <= byte_stride < MAX_TMA_STRIDE):
+            if size > 1 and (byte_stride % WIDE_ALIGNMENT or not 0 <= byte_stride < MAX_TMA_STRIDE):
                 return 2
     return 16

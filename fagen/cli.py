@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fagen.errors import ArgumentError, ConfigError, DeviceError, FagenError
+from fagen.errors import ArgumentError, DeviceError, FagenError
 
 if TYPE_CHECKING:
     from fagen.check import Report
@@ -148,7 +148,7 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
 def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
     """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
     from fagen.config import TEMPLATES, parse_config
-    from fagen.space import default_config, why_illegal
+    from fagen.space import default_config, require_legal
 
     values = dict(word.partition("=")[::2] for word in words)
     template = values.get("template", base.template)
@@ -163,9 +163,7 @@ def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: D
             f"{', '.join(TEMPLATES[template].axis_names())}"
         )
     config = parse_config(base.model_dump() | values)
-    reason = why_illegal(config, problem, device)
-    if reason:
-        raise ConfigError(f"{config} is illegal for {problem} on {device.name}: {reason}")
+    require_legal(config, problem, device)
     return config
 
 

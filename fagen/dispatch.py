@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fagen.device import Device
-from fagen.errors import ConfigError
 from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
 from fagen.render import render
-from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.space import AnyConfig, default_config, require_legal, why_illegal
 from fagen.store import Entry, Record, Store, digest
 
 _log = logging.getLogger(__name__)
@@ -139,9 +138,7 @@ def choose(
         StoreError: a file of records is damaged.
     """
     if config is not None:
-        broken = why_illegal(config, problem, device)
-        if broken:
-            raise ConfigError(f"{config} is illegal for {problem} on {device.name}: {broken}")
+        require_legal(config, problem, device)
         return Choice(problem, device, config, Tier.GIVEN, "The caller gave this config.")
     return _choose(problem, shape.bucket(), device, store or Store.open())
 

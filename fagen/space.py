@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from fagen import config as arithmetic
 from fagen.config import TEMPLATES, Sm80Forward, Sm90Forward, round_up
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
+from fagen.errors import ConfigError
 from fagen.problem import WIDE_ALIGNMENT, Problem
 
 AnyConfig = Sm80Forward | Sm90Forward
+NARROWEST_SPAN = {"forward_sm80": 16, "forward_sm90": 32}  # columns that a swizzle spans
 WGMMA_OVERHEAD_REGISTERS = 26  # beside its operands; ptxas names the sum when it refuses (C7602)
 # For addresses and softmax state. With fewer, all of 294 kernels spilled or had wgmma serialised.
 SPARE_REGISTERS = 24
@@ -28,7 +30,7 @@ def axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
     block_k runs over the multiples of the smallest swizzle span that cut the padded head dim
     into equal slices.
     """
-    span = 16 if template == "forward_sm80" else 32
+    span = NARROWEST_SPAN[template]
     padded = round_up(problem.head_dim, span)
     slices = tuple(block_k for block_k in range(span, padded + 1, span) if padded % block_k == 0)
     if padded % 64:  # or pad further, to the widest swizzle
@@ -86,7 +88,7 @@ def _wide_loads(c: Any, p: Problem, d: Device) -> str | None:
 
 
 def _padding(c: Any, p: Problem, d: Device) -> str | None:
-    span = 16 if c.template == "forward_sm80" else 32
+    span = NARROWEST_SPAN[c.template]
     if c.block_k % span:
         return f"block_k={c.block_k} is no multiple of {span}, the narrowest swizzle span"
     if c.block_k > round_up(p.head_dim, 64):
@@ -248,6 +250,17 @@ def legal_configs(
         delattr(partial, order[depth])
 
     return walk(0)
+
+
+def require_legal(config: AnyConfig, problem: Problem, device: Device) -> None:
+    """Nothing, if `config` is legal.
+
+    Raises:
+        ConfigError: if it is not; the message is the broken rule.
+    """
+    reason = why_illegal(config, problem, device)
+    if reason:
+        raise ConfigError(f"{config} is illegal for {problem} on {device.name}: {reason}")
 
 
 def default_config(problem: Problem, device: Device, template: str | None = None) -> AnyConfig:
