@@ -16,14 +16,21 @@
 
 // One PTX instruction per function, with types. Policy lives in the kernels.
 // Names and semantics: "PTX ISA", the section named for each instruction.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 #define DEVICE __device__ __forceinline__
+
+// The types of Q, K, V and O. Nothing is computed in them, so CUDA's headers, which define more
+// and take a seventh of the time to compile, are not needed.
+struct Half {  // fp16
+  u16 bits;
+};
+struct Bfloat16 {  // bf16
+  u16 bits;
+};
 
 DEVICE u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -44,14 +51,14 @@ template <typename Element>
 DEVICE u32 pack(float low, float high);
 
 template <>
-DEVICE u32 pack<__nv_bfloat16>(float low, float high) {
+DEVICE u32 pack<Bfloat16>(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
 template <>
-DEVICE u32 pack<__half>(float low, float high) {
+DEVICE u32 pack<Half>(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
@@ -109,7 +116,7 @@ template <typename Element>
 DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
 
 template <>
-DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<Bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -118,7 +125,7 @@ DEVICE void mma_m16n8k16<__nv_bfloat16>(float* d, const u32* a, u32 b0, u32 b1) 
 }
 
 template <>
-DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
+DEVICE void mma_m16n8k16<Half>(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -126,7 +133,7 @@ DEVICE void mma_m16n8k16<__half>(float* d, const u32* a, u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-using Element = __half;
+using Element = Half;
 
 constexpr int kHeadDim = 40;  // columns of Q, K, V and O
 constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
@@ -138,7 +145,7 @@ constexpr int kWarps = 4;  // the rows of the thread block are split among them
 constexpr int kStages = 1;  // depth of the K ring and of the V ring
 constexpr int kMinBlocksPerSm = 1;
 constexpr int kThreads = 128;
-constexpr bool kQInRegisters = false;  // Q's fragments stay in registers, the rings take its place
+constexpr bool kQInRegisters = false;  // Q stays in registers, the rings take its place
 constexpr bool kLazyRescale = false;  // rescale O only when a maximum grew much
 constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
 constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
@@ -147,20 +154,20 @@ constexpr int kHeadDimPadded = 48;  // columns of a Q, K or V tile; the rest are
 constexpr int kChunk = 16;  // columns side by side in shared memory: one swizzle span
 constexpr int kSlices = kHeadDimPadded / kBlockK;
 constexpr int kWarpRows = kBlockM / kWarps;
-constexpr int kRowTiles = kWarpRows / 16;           // of a warp, 16 rows of Q each
-constexpr int kKeyTiles = kBlockN / 16;             // of a block, 16 keys each
-constexpr int kColumnTiles = (kHeadDim + 15) / 16;  // 16 columns each; of V the last may be half
-constexpr int kQSteps = kQInRegisters ? kColumnTiles : 2;  // column tiles of Q that are in registers
-constexpr int kAhead = 4;  // fragments of K or V in registers, the one in use among them
+constexpr int kRowTiles = kWarpRows / 16;  // of a warp, 16 rows of Q each
+constexpr int kKeyTiles = kBlockN / 16;  // of a block of keys, 16 keys each
+constexpr int kColumnTiles = (kHeadDim + 15) / 16;  // 16 columns each; the last may be half one
+constexpr int kQColumnTiles = kQInRegisters ? kColumnTiles : 2;  // of Q, in registers at a time
+constexpr int kAhead = 4;  // fragments of K or V in registers at a time
 
 constexpr int kQElements = kBlockM * kHeadDimPadded;
 constexpr int kKvElements = kBlockN * kHeadDimPadded;
 constexpr int kRingElements = 2 * kStages * kKvElements;
-constexpr int kSmemElements = !kQInRegisters              ? kQElements + kRingElements
-                              : kQElements > kRingElements ? kQElements
-                                                           : kRingElements;
+constexpr int kLarger = kQElements > kRingElements ? kQElements : kRingElements;
+constexpr int kSmemElements = kQInRegisters ? kLarger : kQElements + kRingElements;
+constexpr int kSmemBytes = kSmemElements * sizeof(Element);
 
-static_assert(kSmemElements * sizeof(Element) == 24576, "fagen/config.py computed another size");
+static_assert(kSmemBytes == 24576, "fagen/config.py computed another size");
 static_assert(kThreads == 32 * kWarps, "fagen/config.py computed other threads");
 static_assert(kBlockM == 16 * kRowTiles * kWarps, "a warp computes tiles of 16 rows");
 static_assert(kBlockN == 16 * kKeyTiles, "mma.sync takes 16 keys of V a step");
@@ -232,9 +239,9 @@ struct SwizzledTile {
   static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
   static constexpr int kChunkElements = kRows * kChunk;
 
-  // In elements from the tile's base.
-  DEVICE static int offset(int row, int column) {
-    const int unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+  // In elements from the tile's base. Unsigned, so that the compiler sees shifts and masks.
+  DEVICE static u32 offset(u32 row, u32 column) {
+    const u32 unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
     return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
   }
 
@@ -355,6 +362,7 @@ struct OnlineSoftmax {
   }
 };
 
+using Params = ForwardParams<Element>;
 using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
 using KvTile = SwizzledTile<kBlockN, kChunk>;
 
@@ -408,22 +416,23 @@ DEVICE void store_unit(Element* global, const Element* shared) {
   }
 }
 
-// Calls visit(unit, row, column) for this thread's units of a (kRows, kColumns) tile in global
-// memory that kTeam threads share. Neighbours take neighbouring units, and a thread keeps to its
-// columns, so that one pointer walks down the rows.
+// Calls visit(unit, row, column, exists) for this thread's units of a (kRows, kColumns) tile in
+// global memory that kTeam threads share and of which `rows` rows exist. Neighbours take
+// neighbouring units, and a thread keeps to its columns, so that one pointer walks down the rows.
 template <int kRows, int kColumns, int kTeam, typename T, typename Visit>
-DEVICE void for_each_unit(T* tile, long long row_stride, Visit visit) {
+DEVICE void for_each_unit(T* tile, long long row_stride, int rows, Visit visit) {
   constexpr int kUnits = kColumns / 8;
   constexpr int kLanes = common_divisor(kUnits, kTeam);  // threads side by side in a row
   constexpr int kRowsPerPass = kTeam / kLanes;
   const int first_row = threadIdx.x % kTeam / kLanes, first_column = 8 * (threadIdx.x % kLanes);
+  const int own_rows = rows - first_row;
   T* own = tile + first_row * row_stride + first_column;
 #pragma unroll
   for (int row = 0; row < kRows; row += kRowsPerPass) {
     if (row + kRowsPerPass > kRows && row + first_row >= kRows) return;
 #pragma unroll
     for (int unit = 0; unit < kUnits; unit += kLanes) {
-      visit(own + 8 * unit, row + first_row, 8 * unit + first_column);
+      visit(own + 8 * unit, row + first_row, 8 * unit + first_column, row < own_rows);
     }
     own += kRowsPerPass * row_stride;
   }
@@ -434,25 +443,29 @@ DEVICE void for_each_unit(T* tile, long long row_stride, Visit visit) {
 template <int kRows, int kColumns, bool kWhole>
 DEVICE void load_tile(Element* tile, const Element* global, long long row_stride, int rows,
                       int first_column) {
-  auto load = [&](const Element* unit, int row, int column) {
+  auto load = [&](const Element* unit, int row, int column, bool row_exists) {
     column += first_column;
     const bool column_exists = kHeadDim == kHeadDimPadded || column < kHeadDim;
     load_unit(tile + SwizzledTile<kRows, kChunk>::offset(row, column), unit,
-              column_exists && (kWhole || row < rows));
+              column_exists && (kWhole || row_exists));
   };
-  for_each_unit<kRows, kColumns, kThreads>(global + first_column, row_stride, load);
+  for_each_unit<kRows, kColumns, kThreads>(global + first_column, row_stride, rows, load);
 }
 
 // ---- the two products of a warp ----
 //
-// Operands come from shared memory in fragments of 16 x 16, four 8 x 8 matrices of which ldmatrix
-// gives each lane a register: for Q (rows x depth) and, transposed, V (depth x columns) in the
-// order of columns of matrices, for K (keys x depth) in the order of rows, so that for K and V
-// registers 0 and 1 are mma.sync's B operand for the first 8 keys or columns, 2 and 3 for the rest.
+// Operands come from shared memory in fragments of 16 x 16 elements: four 8 x 8 matrices, and
+// ldmatrix gives a lane one register of each. A fragment of Q (rows x depth) is mma.sync's A
+// operand, its matrices in the order of columns. So are those of V (keys x columns, transposed on
+// the way); those of K (keys x depth) are in the order of rows. Then registers 0 and 1 are the B
+// operand of the first 8 columns of V or keys of K, and 2 and 3 that of the other 8.
+//
+// A lane gives the address of one row of one matrix. It is computed once per operand, for the first
+// fragment; SwizzledTile::moved leads from there to any other.
 
 using Fragment = u32[4];
 
-// One column tile of Q for each row tile. `q_address` is the lane's part of the first.
+// One column tile of Q, for each of the warp's row tiles.
 DEVICE void load_q(Fragment (&q)[kRowTiles], u32 q_address, int column) {
 #pragma unroll
   for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -460,9 +473,9 @@ DEVICE void load_q(Fragment (&q)[kRowTiles], u32 q_address, int column) {
   }
 }
 
-// S += Q K^T over the columns of one slice. k_tile is (kBlockN, kHeadDimPadded).
+// S += Q K^T over the columns of one slice. Fragments are loaded while earlier ones are multiplied.
 template <int kSlice>
-DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQSteps][kRowTiles],
+DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQColumnTiles][kRowTiles],
                         u32 q_address, u32 k_address) {
   constexpr int kFirst = kSlice * kBlockK / 16;  // column tiles
   constexpr int kEnd = kSlice + 1 == kSlices ? kColumnTiles : kFirst + kBlockK / 16;
@@ -474,19 +487,19 @@ DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQStep
     load_matrix_x4(k[i % kAhead], KvTile::moved(k_address, key, column));
   };
 
-  if (!kQInRegisters) load_q(q[kFirst % kQSteps], q_address, 16 * kFirst);
+  if (!kQInRegisters) load_q(q[kFirst % kQColumnTiles], q_address, 16 * kFirst);
 #pragma unroll
   for (int i = 0; i < kAhead - 1; ++i) load_k(i);
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
     const int column_tile = kFirst + i / kKeyTiles, key_tile = i % kKeyTiles;
     if (!kQInRegisters && key_tile == 0 && column_tile + 1 < kEnd) {
-      load_q(q[(column_tile + 1) % kQSteps], q_address, 16 * (column_tile + 1));
+      load_q(q[(column_tile + 1) % kQColumnTiles], q_address, 16 * (column_tile + 1));
     }
     load_k(i + kAhead - 1);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const Fragment& a = q[column_tile % kQSteps][tile];
+      const Fragment& a = q[column_tile % kQColumnTiles][tile];
       const Fragment& b = k[i % kAhead];
       mma_m16n8k16<Element>(&s[tile][8 * key_tile], a, b[0], b[1]);
       mma_m16n8k16<Element>(&s[tile][8 * key_tile + 4], a, b[2], b[3]);
@@ -494,19 +507,22 @@ DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQStep
   }
 }
 
-// O += P V. Scores lie in registers as mma.sync's A operand wants them, once they are 16 bits
-// wide: P never touches shared memory. v_tile is (kBlockN, kHeadDimPadded).
+// Hides the keys that the lane's rows, `row` + 16 * i and 8 below, do not see.
+DEVICE void mask_block(float (&s)[kRowTiles][kBlockN / 2], int first_key, int row,
+                       const Params& params) {
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile, row += 16) {
+    const int visible[2] = {visible_keys<kCausal>(row, params),
+                            visible_keys<kCausal>(row + 8, params)};
+    mask_scores(s[tile], first_key, visible);
+  }
+}
+
+// O += P V. The accumulators of S lie as mma.sync's A operand does, once they are 16 bits wide: P
+// never touches shared memory.
 DEVICE void multiply_pv(float (&o)[kRowTiles][kHeadDim / 2],
                         const float (&s)[kRowTiles][kBlockN / 2], u32 v_address) {
   constexpr int kFragments = kKeyTiles * kColumnTiles;
-  u32 p[kRowTiles][kBlockN / 4];
-#pragma unroll
-  for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; i += 2) {
-      p[tile][i / 2] = pack<Element>(s[tile][i], s[tile][i + 1]);
-    }
-  }
   Fragment v[kAhead];
   auto load_v = [&](int i) {  // fragment i: columns first, then keys
     if (i >= kFragments) return;
@@ -519,10 +535,13 @@ DEVICE void multiply_pv(float (&o)[kRowTiles][kHeadDim / 2],
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
     const int key_tile = i / kColumnTiles, column_tile = i % kColumnTiles;
+    if (column_tile == 0) __syncwarp();  // else the assembler loads so far ahead that it spills
     load_v(i + kAhead - 1);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const u32* const a = &p[tile][4 * key_tile];
+      const float* const p = &s[tile][8 * key_tile];
+      const Fragment a = {pack<Element>(p[0], p[1]), pack<Element>(p[2], p[3]),
+                          pack<Element>(p[4], p[5]), pack<Element>(p[6], p[7])};
       const Fragment& b = v[i % kAhead];
       mma_m16n8k16<Element>(&o[tile][8 * column_tile], a, b[0], b[1]);
       if (16 * column_tile + 8 < kHeadDim) {
@@ -531,8 +550,6 @@ DEVICE void multiply_pv(float (&o)[kRowTiles][kHeadDim / 2],
     }
   }
 }
-
-// ---- the end of a tile ----
 
 // Puts 16 rows of O into shared memory. `row` is the first of the lane's two.
 DEVICE void stage_output(Element* o_tile, const float (&o)[kHeadDim / 2], int row,
@@ -547,10 +564,10 @@ DEVICE void stage_output(Element* o_tile, const float (&o)[kHeadDim / 2], int ro
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
-    fagen_forward_fp16_d40_full_narrow(const __grid_constant__ ForwardParams<Element> params) {
+    fagen_forward_fp16_d40_full_narrow(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Element* const q_tile = reinterpret_cast<Element*>(shared_bytes);   // (kBlockM, kHeadDimPadded)
-  Element* const k_ring = q_tile + (kQInRegisters ? 0 : kQElements);  // kStages * (kBlockN, kHeadDimPadded)
+  Element* const k_ring = q_tile + (kQInRegisters ? 0 : kQElements);  // kStages of (kBlockN, ...)
   Element* const v_ring = k_ring + kStages * kKvElements;             // the same
 
   const Tile tile = tile_at<kBlockM, kCausal, kHeadGrouping>(blockIdx.x, params);
@@ -562,12 +579,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
       element_at(params.k, params.k_strides, tile.batch, 0, head_kv);
   const Element* const v = element_at(params.v, params.v_strides, tile.batch, 0, head_kv);
 
-  const int warp_row = threadIdx.x / 32 * kWarpRows;             // the warp's first row in the tile
-  const int lane_row = warp_row + threadIdx.x % 32 / 4;          // and lane_row + 8, per row tile
-  // The lane's rows of the first fragments, see "the two products".
   const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 * kWarpRows;  // the warp's first row in the tile
+  const int lane_row = warp_row + lane / 4;  // the lane's first; others are 8 and 16 * i below
   const u32 q_address = shared_address(q_tile + QTile::offset(warp_row + lane % 16, lane / 16 * 8));
-  const u32 k_address = shared_address(k_ring + KvTile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+  const u32 k_address =
+      shared_address(k_ring + KvTile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
   const u32 v_address = shared_address(v_ring + KvTile::offset(lane % 16, lane / 16 * 8));
 
   // Blocks of keys that any row sees, and those of them that every row sees whole.
@@ -578,8 +595,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
   auto load_q_slice = [&](int slice) {
     load_tile<kBlockM, kBlockK, false>(q_tile, q, params.q_strides.row, rows, slice * kBlockK);
   };
-  // One slice of a block of K, and a block of V. Only the last block may have keys past seqlen_k:
-  // the loads of all others are `whole`.
+  // A slice of a block of K, and a block of V. Only the last block, which comes first, may have
+  // keys past seqlen_k: the others are `whole`.
   auto load_k_slice = [&](auto whole, int block, int stage, int slice) {
     load_tile<kBlockN, kBlockK, decltype(whole)::value>(
         k_ring + stage * kKvElements, k + block * kBlockN * params.k_strides.row,
@@ -590,12 +607,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
         v_ring + stage * kKvElements, v + block * kBlockN * params.v_strides.row,
         params.v_strides.row, params.seqlen_k - block * kBlockN, 0);
   };
-  // With more than one stage: K and V of a block after the first, in one group of copies. The
-  // group exists even if the block does not, since waiting means counting groups.
+  // With more than one stage: a block after the first, its K and V in one group of copies. There is
+  // a group even if there is no such block, since waiting means counting groups.
   auto load_block = [&](int block, int stage) {
     if (block >= 0) {
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) load_k_slice(Constant<true>(), block, stage, slice);
+      for (int slice = 0; slice < kSlices; ++slice) {
+        load_k_slice(Constant<true>(), block, stage, slice);
+      }
       load_v(Constant<true>(), block, stage);
     }
     copy_async_commit();
@@ -603,38 +622,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 
   float o[kRowTiles][kHeadDim / 2] = {};  // the warp's (kWarpRows, kHeadDim), as softmax.cuh says
   OnlineSoftmax<kLazyRescale, kExp2FmaEvery> softmax[kRowTiles];
-  Fragment q_fragments[kQSteps][kRowTiles];
+  Fragment q_fragments[kQColumnTiles][kRowTiles];
   int stage = 0;  // of the rings, where the block of this step lies
 
-  auto step = [&](auto first, auto masked, int block) {
-    constexpr bool kFirst = decltype(first)::value, kMasked = decltype(masked)::value;
+  auto step = [&](int block) {
+    const bool first = block == blocks - 1;
     const u32 stage_bytes = stage * kKvElements * sizeof(Element);
     float s[kRowTiles][kBlockN / 2] = {};  // (kWarpRows, kBlockN): scores, then probabilities
 
-    if constexpr (kStages > 1 && !kFirst) {
-      copy_async_wait<kStages - 2>();
-      __syncthreads();  // K and V are there for all warps, and all are done with the last block's
-      load_block(block - (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
+    if constexpr (kStages > 1) {
+      if (!first) {
+        copy_async_wait<kStages - 2>();  // groups of the blocks after this one
+        __syncthreads();  // this block is there for all warps, and all are done with the one before
+        load_block(block - (kStages - 1), stage == 0 ? kStages - 1 : stage - 1);
+      }
     }
 
     // S = Q K^T
     for_each_constant<kSlices>([&](auto slice) {
       constexpr int kSlice = decltype(slice)::value;
-      if constexpr (kStages == 1 || kFirst) {
-        // Groups begun after this slice's: the slices after it, then V and the blocks after it;
-        // with one stage V begins under the first slice.
+      if (kStages == 1 || first) {
+        // Groups begun after this slice's: the later slices, V and the blocks after this one; with
+        // one stage only V, which begins under the first slice.
         constexpr int kNewer = kSlices - 1 - kSlice + (kStages > 1 ? kStages : kSlice > 0);
         copy_async_wait<kNewer>();
-        __syncthreads();  // the slice is there for all warps, and all are done with the last V
-        if constexpr (kStages == 1 && kSlice == 0) {
-          load_v(Constant<!kFirst>(), block, stage);
-          copy_async_commit();
+        __syncthreads();  // the slice is there for all warps, and all are done with V before it
+      }
+      if (kStages == 1 && kSlice == 0) {
+        if (first) {
+          load_v(Constant<false>(), block, stage);
+        } else {
+          load_v(Constant<true>(), block, stage);
         }
+        copy_async_commit();
       }
       multiply_qk<kSlice>(s, q_fragments, q_address, k_address + stage_bytes);
     });
 
-    if constexpr (kStages == 1) {
+    if (kStages == 1) {
       copy_async_wait<0>();
       __syncthreads();  // V is there for all warps, and all are done with K
       if (block > 0) {
@@ -644,22 +669,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
           copy_async_commit();
         }
       }
-    } else if constexpr (kFirst) {
+    } else if (first) {
       copy_async_wait<kStages - 1>();
       __syncthreads();  // V is there for all warps
     }
 
+    const bool masked = block >= whole_blocks;
+    if (masked) mask_block(s, block * kBlockN, tile.first_row + lane_row, params);
+
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      if constexpr (kMasked) {
-        const int row = tile.first_row + lane_row + 16 * i;
-        const int visible[2] = {visible_keys<kCausal>(row, params),
-                                visible_keys<kCausal>(row + 8, params)};
-        mask_scores(s[i], block * kBlockN, visible);
-      }
       float correction[2];
-      softmax[i].update<kMasked>(s[i], params.scale_log2, correction);
-      if constexpr (!kFirst) softmax[i].rescale(o[i], correction);
+      if (kExp2FmaEvery > 0 && !masked) {
+        softmax[i].update<false>(s[i], params.scale_log2, correction);
+      } else {  // right for unmasked blocks too, and one copy of the code where it is enough
+        softmax[i].update<true>(s[i], params.scale_log2, correction);
+      }
+      softmax[i].rescale(o[i], correction);
     }
 
     // O += P V
@@ -693,12 +719,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
       for (int i = 1; i < kStages; ++i) load_block(block - i, i);
     }
 
-    step(Constant<true>(), Constant<true>(), block--);
-    if constexpr (kCausal) {
-      for (; block >= whole_blocks; --block) step(Constant<false>(), Constant<true>(), block);
-    }
-    for (; block >= 0; --block) step(Constant<false>(), Constant<false>(), block);
-    if constexpr (kQInRegisters) __syncthreads();  // all warps are done with the rings: O takes their place
+    for (; block >= 0; --block) step(block);
+    if (kQInRegisters) __syncthreads();  // all warps are done with the rings: O takes their place
   }
 
   // Each warp writes its own rows, through its own rows of Q's place.
@@ -708,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     float inverse_sum[2], lse[2];
     softmax[i].finish(params.scale_log2, inverse_sum, lse);
     stage_output(q_tile, o[i], row, inverse_sum);
-    if (params.lse != nullptr && threadIdx.x % 4 == 0) {
+    if (params.lse != nullptr && lane % 4 == 0) {
       const long long head = static_cast<long long>(tile.batch) * params.heads_q + tile.head;
       float* const lse_rows = params.lse + head * params.seqlen_q + tile.first_row;  // (rows)
       if (row < rows) lse_rows[row] = lse[0];
@@ -716,11 +738,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     }
   }
   __syncwarp();  // a lane stores what other lanes of its warp wrote
-  auto store = [&](Element* unit, int row, int column) {
-    if (warp_row + row >= rows) return;
-    store_unit(unit, q_tile + QTile::offset(warp_row + row, column));
+  auto store = [&](Element* unit, int row, int column, bool exists) {
+    if (exists) store_unit(unit, q_tile + QTile::offset(warp_row + row, column));
   };
   for_each_unit<kWarpRows, kHeadDim, 32>(
       element_at(params.o, params.o_strides, tile.batch, tile.first_row + warp_row, tile.head),
-      params.o_strides.row, store);
+      params.o_strides.row, rows - warp_row, store);
 }

@@ -60,14 +60,14 @@ BUGS: dict[str, Bug] = {
     ),
     "unwritten rows": Bug(
         {
-            _SM80: ("if (warp_row + row >= rows)", "if (warp_row + row + 1 >= rows)"),
+            _SM80: ("rows - warp_row, store)", "rows - warp_row - 1, store)"),
             _SM90: ("if (threadIdx.x % 128 == 0) {", "if (threadIdx.x == 0) {"),
         },
         reason="output was not written",
     ),
     "rows past the end": Bug(
         {
-            _SM80: ("if (warp_row + row >= rows)", "if (warp_row + row > rows)"),
+            _SM80: ("rows - warp_row, store)", "rows - warp_row + 1, store)"),
             _SM90: ("if (row < params.seqlen_q) lse_rows", "lse_rows"),
         },
         reason="wrote outside of the (output|logsumexp)",
@@ -75,7 +75,7 @@ BUGS: dict[str, Bug] = {
     # A right kernel ran before on the same buffers: without poison its output would pass.
     "stale output": Bug(
         {
-            _SM80: ("    store_unit(unit, q_tile", "    if (rows < 0) store_unit(unit, q_tile"),
+            _SM80: ("if (exists) store_unit(unit, q_tile", "if (rows < 0) store_unit(unit, q_tile"),
             _SM90: ("        tma_store(&o_map", "        if (warpgroup < 0) tma_store(&o_map"),
         },
         reason="output was not written",
