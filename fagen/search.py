@@ -27,8 +27,11 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution
-from optuna.trial import TrialState
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
 
 from fagen import space
 from fagen.config import TEMPLATES
@@ -150,7 +153,7 @@ class _KernelLock:
         self._lock.release()
 
 
-def open_storage(where: str | Path) -> Any:
+def open_storage(where: str | Path) -> BaseStorage:
     """Optuna's storage at a database URL (sqlite:///trials.db) or in a journal file.
 
     A last line that a killed process left half written is cut off, since Optuna would glue the
@@ -164,7 +167,7 @@ def open_storage(where: str | Path) -> Any:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return optuna.storages.RDBStorage(str(where))
+            return RDBStorage(str(where))
         except (ImportError, ValueError, SQLAlchemyError) as error:
             first_line = str(error).partition("\n")[0]
             raise ArgumentError(f"cannot open the storage {where}: {first_line}") from None
@@ -177,8 +180,9 @@ def open_storage(where: str | Path) -> Any:
             _mend(path)
         finally:
             lock.release()
-        backend = optuna.storages.journal.JournalFileBackend(str(path), lock_obj=lock)
-        return optuna.storages.JournalStorage(backend)
+        # Duck-typed: the base class of Optuna's locks is not public.
+        backend = JournalFileBackend(str(path), lock_obj=lock)  # type: ignore[arg-type]
+        return JournalStorage(backend)
     except OSError as error:
         raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -242,14 +246,14 @@ class Study:
         sampler: str = "tpe",
         seed: int = 0,
         seeds: Sequence[AnyConfig] = (),
-        storage: Any = None,
+        storage: BaseStorage | None = None,
         resume: bool = False,
     ) -> None:
         self.legal = legal
         self.tried: list[Tried] = []
         self._taken = np.zeros(len(legal), dtype=bool)
-        self._pending: dict[int, Any] = {}  # row -> Optuna's running trial
-        self._distributions = {
+        self._pending: dict[int, Trial] = {}  # row -> Optuna's running trial
+        self._distributions: dict[str, BaseDistribution] = {
             axis: CategoricalDistribution(values) for axis, values in legal.axes.items()
         }
         # The axes' values are part of the name: Optuna refuses a study whose axes change.
@@ -353,16 +357,16 @@ class Study:
         if self._order is None:
             self._order = np.arange(len(self.legal))
 
-    def _propose(self, row: int) -> Any:
+    def _propose(self, row: int) -> Trial:
         self._study.enqueue_trial(self.legal.parameters(row))
         return self._study.ask(self._distributions)
 
-    def _claim(self, row: int, trial: Any) -> AnyConfig:
+    def _claim(self, row: int, trial: Trial) -> AnyConfig:
         self._taken[row] = True
         self._pending[row] = trial
         return self.legal.config(row)
 
-    def _tell(self, row: int, trial: Any, outcome: Outcome) -> None:
+    def _tell(self, row: int, trial: Trial, outcome: Outcome) -> None:
         self.tried.append(Tried(self.legal.config(row), outcome))
         value = outcome.time_us if isinstance(outcome, Measured) else self._penalty()
         self._study.tell(trial, value)
@@ -370,7 +374,7 @@ class Study:
     def _penalty(self) -> float:
         return PENALTY * max((_time(tried) for tried in self.measured), default=1.0)
 
-    def _reject(self, trial: Any, found: int | None) -> None:
+    def _reject(self, trial: Trial, found: int | None) -> None:
         """Answer an ask of the sampler that nothing will come of."""
         config = TEMPLATES[self.legal.template](**trial.params)
         reason = "tried before"
@@ -415,7 +419,7 @@ def _time(tried: Tried) -> float:
     return tried.outcome.time_us if isinstance(tried.outcome, Measured) else float("inf")
 
 
-def _keep(name: str, storage: Any, resume: bool) -> tuple[str, Any]:
+def _keep(name: str, storage: BaseStorage | None, resume: bool) -> tuple[str, optuna.Study | None]:
     """The kept study: the last one of that name to go on with, or a new one under a free name."""
     if storage is None:
         return name, None
@@ -429,14 +433,14 @@ def _keep(name: str, storage: Any, resume: bool) -> tuple[str, Any]:
     return last, optuna.create_study(study_name=last, storage=storage, load_if_exists=True)
 
 
-def _sampler(name: str, seed: int) -> Any:
+def _sampler(name: str, seed: int) -> BaseSampler:
     """Optuna's sampler of that name.
 
     Raises:
         ArgumentError: for an unknown name.
         MissingDependencyError: if it needs a package that is not installed.
     """
-    make: dict[str, Callable[[], Any]] = {
+    make: dict[str, Callable[[], BaseSampler]] = {
         # Spelled out, since Optuna 5 changed the defaults.
         "tpe": lambda: optuna.samplers.TPESampler(
             seed=seed, multivariate=True, group=False, constant_liar=True
