@@ -383,9 +383,10 @@ struct SwizzledTile {
   static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
   static constexpr int kChunkElements = kRows * kChunk;
 
-  // In elements from the tile's base. Unsigned, so that the compiler sees shifts and masks.
-  DEVICE static u32 offset(u32 row, u32 column) {
-    const u32 unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
+  template <typename Integer>
+  DEVICE static Integer offset(Integer row, Integer column) {
+    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
     return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
   }
 

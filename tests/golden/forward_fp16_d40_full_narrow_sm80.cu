@@ -239,9 +239,10 @@ struct SwizzledTile {
   static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
   static constexpr int kChunkElements = kRows * kChunk;
 
-  // In elements from the tile's base. Unsigned, so that the compiler sees shifts and masks.
-  DEVICE static u32 offset(u32 row, u32 column) {
-    const u32 unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
+  template <typename Integer>
+  DEVICE static Integer offset(Integer row, Integer column) {
+    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
     return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
   }
 
@@ -446,7 +447,7 @@ DEVICE void load_tile(Element* tile, const Element* global, long long row_stride
   auto load = [&](const Element* unit, int row, int column, bool row_exists) {
     column += first_column;
     const bool column_exists = kHeadDim == kHeadDimPadded || column < kHeadDim;
-    load_unit(tile + SwizzledTile<kRows, kChunk>::offset(row, column), unit,
+    load_unit(tile + SwizzledTile<kRows, kChunk>::template offset<u32>(row, column), unit,
               column_exists && (kWhole || row_exists));
   };
   for_each_unit<kRows, kColumns, kThreads>(global + first_column, row_stride, rows, load);
@@ -558,7 +559,7 @@ DEVICE void stage_output(Element* o_tile, const float (&o)[kHeadDim / 2], int ro
   for (int i = 0; i < kHeadDim / 2; i += 2) {
     const int half = fragment_row(i);
     const int column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
-    *reinterpret_cast<u32*>(o_tile + QTile::offset(row + 8 * half, column)) =
+    *reinterpret_cast<u32*>(o_tile + QTile::offset<u32>(row + 8 * half, column)) =
         pack<Element>(o[i] * inverse_sum[half], o[i + 1] * inverse_sum[half]);
   }
 }
@@ -582,10 +583,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * kWarpRows;  // the warp's first row in the tile
   const int lane_row = warp_row + lane / 4;  // the lane's first; others are 8 and 16 * i below
-  const u32 q_address = shared_address(q_tile + QTile::offset(warp_row + lane % 16, lane / 16 * 8));
+  const u32 q_address = shared_address(q_tile + QTile::offset<u32>(warp_row + lane % 16, lane / 16 * 8));
   const u32 k_address =
-      shared_address(k_ring + KvTile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
-  const u32 v_address = shared_address(v_ring + KvTile::offset(lane % 16, lane / 16 * 8));
+      shared_address(k_ring + KvTile::offset<u32>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+  const u32 v_address = shared_address(v_ring + KvTile::offset<u32>(lane % 16, lane / 16 * 8));
 
   // Blocks of keys that any row sees, and those of them that every row sees whole.
   const int keys = visible_keys<kCausal>(tile.first_row + rows - 1, params);
@@ -739,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
   }
   __syncwarp();  // a lane stores what other lanes of its warp wrote
   auto store = [&](Element* unit, int row, int column, bool exists) {
-    if (exists) store_unit(unit, q_tile + QTile::offset(warp_row + row, column));
+    if (exists) store_unit(unit, q_tile + QTile::offset<u32>(warp_row + row, column));
   };
   for_each_unit<kWarpRows, kHeadDim, 32>(
       element_at(params.o, params.o_strides, tile.batch, tile.first_row + warp_row, tile.head),
