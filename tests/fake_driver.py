@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -127,7 +128,8 @@ class FakeDtype:
         return f"torch.{self.name}"
 
 
-class Parcel(NamedTuple):
+@dataclass(frozen=True)
+class Parcel:
     """torch.device."""
 
     type: str

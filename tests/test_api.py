@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compi
 
 import fagen
 from fagen import api, arrays
+from fagen.compile import compile_kernel
 from fagen.config import Sm80Forward, Sm90Forward
 from fagen.errors import ArgumentError, ConfigError, UnsupportedError
 from fagen.launch import SCALE_OFFSET
@@ -25,7 +26,7 @@ from fagen.launch import SCALE_OFFSET
 # ---- the package ----
 
 
-def test_the_package_exports_what_it_names():
+def test_the_package_exports_what_it_names() -> None:
     assert set(fagen.__all__) <= set(dir(fagen))
     for name in fagen.__all__:
         assert getattr(fagen, name) is not None
@@ -33,21 +34,21 @@ def test_the_package_exports_what_it_names():
         fagen.attend  # noqa: B018
 
 
-def test_every_error_is_exported():
+def test_every_error_is_exported() -> None:
     from fagen import errors
 
     public = {n for n, v in vars(errors).items() if isinstance(v, type) and n.endswith("Error")}
     assert public <= set(fagen.__all__)
 
 
-def test_importing_fagen_loads_nothing():
+def test_importing_fagen_loads_nothing() -> None:
     code = "import sys, fagen; print(*sorted(m.split('.')[0] for m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"optuna", "torch", "jinja2", "cupy", "pydantic", "numpy", "cuda", "yaml"}
     assert not heavy & set(done.stdout.split())
 
 
-def test_the_run_time_path_loads_no_template_engine_and_no_search():
+def test_the_run_time_path_loads_no_template_engine_and_no_search() -> None:
     code = (
         "import sys, fagen; fagen.attention; print(*sorted(m.split('.')[0] for m in sys.modules))"
     )
@@ -85,7 +86,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def fresh_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_kernels", {})
     monkeypatch.setattr(api, "_thread", threading.local())
-    for cached in (arrays._torch, arrays.framework_of):
+    caches: tuple[Any, ...] = (arrays._torch, arrays.framework_of)
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -104,7 +106,7 @@ def scale(fake: Fake) -> float:
     ).value
 
 
-def test_a_call_launches_on_the_callers_stream_and_returns_its_framework(fake: Fake):
+def test_a_call_launches_on_the_callers_stream_and_returns_its_framework(fake: Fake) -> None:
     q, k, v = qkv()
     out, lse = fagen.attention(q, k, v, causal=True, return_lse=True)
     assert isinstance(out, FakeTensor)
@@ -119,7 +121,7 @@ def test_a_call_launches_on_the_callers_stream_and_returns_its_framework(fake: F
     assert scale(fake) == pytest.approx(math.log2(math.e) / 4)
 
 
-def test_out_is_written_and_returned(fake: Fake):
+def test_out_is_written_and_returned(fake: Fake) -> None:
     q, k, v = qkv()
     out = FakeTensor(Q)
     assert fagen.attention(q, k, v, out=out) is out
@@ -130,7 +132,7 @@ def test_out_is_written_and_returned(fake: Fake):
 
 def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     def call(seqlen: int) -> None:
         q = FakeTensor((2, seqlen, 8, 128))
         fagen.attention(q, FakeTensor(q.shape), FakeTensor(q.shape))
@@ -147,14 +149,14 @@ def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
     assert len(fake.driver.encoded) == 4 * 50
 
 
-def test_each_static_question_has_its_own_kernel(fake: Fake):
+def test_each_static_question_has_its_own_kernel(fake: Fake) -> None:
     fagen.attention(*qkv())
     fagen.attention(*qkv(), causal=True)
     fagen.attention(*qkv(dtype=FLOAT16))
     assert len({problem for problem, _ in fake.compiles}) == 3
 
 
-def test_unaligned_pointers_take_narrow_loads(fake: Fake):
+def test_unaligned_pointers_take_narrow_loads(fake: Fake) -> None:
     q, k, v = qkv()
     fagen.attention(q, k, v)
     odd = FakeTensor(K, pointer=v.data_ptr() + 2)
@@ -165,7 +167,7 @@ def test_unaligned_pointers_take_narrow_loads(fake: Fake):
     assert len(fake.driver.launches[1].arguments) == 1  # no tensor maps
 
 
-def test_bhsd_is_the_same_call_with_other_strides(fake: Fake):
+def test_bhsd_is_the_same_call_with_other_strides(fake: Fake) -> None:
     q, k, v = (FakeTensor((t[0], t[2], t[1], t[3])) for t in (Q, K, K))
     out, lse = fagen.attention(q, k, v, layout="bhsd", return_lse=True)
     assert (out.shape, lse.shape) == ((2, 8, 300, 128), (2, 8, 300))
@@ -174,7 +176,7 @@ def test_bhsd_is_the_same_call_with_other_strides(fake: Fake):
     assert strides == (256, 300 * 256, 8 * 300 * 256)
 
 
-def test_a_config_can_be_given_as_a_model_or_as_its_fields(fake: Fake):
+def test_a_config_can_be_given_as_a_model_or_as_its_fields(fake: Fake) -> None:
     fields = {"template": "forward_sm90", "block_m": 128, "block_n": 64, "block_k": 64, "stages": 3}
     fagen.attention(*qkv(), config=fields)
     fagen.attention(*qkv(), config=Sm90Forward(**fields))
@@ -186,15 +188,15 @@ def test_a_config_can_be_given_as_a_model_or_as_its_fields(fake: Fake):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_errors_name_the_tensor(fake: Fake, name: str):
-    tensors = dict(zip("qkv", qkv(), strict=True))
+def test_errors_name_the_tensor(fake: Fake, name: str) -> None:
+    tensors: dict[str, Any] = dict(zip("qkv", qkv(), strict=True))
     tensors[name] = FakeTensor(tensors[name].shape, device=Parcel("cpu", None))
     with pytest.raises(ArgumentError, match=f"^{name} is not on a CUDA device"):
         fagen.attention(**tensors)
     assert not fake.driver.launches
 
 
-def test_gradients_are_not_dropped_in_silence(fake: Fake):
+def test_gradients_are_not_dropped_in_silence(fake: Fake) -> None:
     q, k, _ = qkv()
     with pytest.raises(UnsupportedError, match="gradients"):
         fagen.attention(q, k, FakeTensor(K, requires_grad=True))
@@ -203,7 +205,7 @@ def test_gradients_are_not_dropped_in_silence(fake: Fake):
     assert len(fake.driver.launches) == 1
 
 
-def test_arrays_of_two_frameworks_are_refused(fake: Fake):
+def test_arrays_of_two_frameworks_are_refused(fake: Fake) -> None:
     q, k, _ = qkv()
     with pytest.raises(ArgumentError, match="type ndarray: all arrays have to be of one framework"):
         fagen.attention(q, k, np.zeros(K, np.float16))
@@ -211,14 +213,14 @@ def test_arrays_of_two_frameworks_are_refused(fake: Fake):
         fagen.attention([1.0], k, k)
 
 
-def test_a_bad_scale_launches_nothing(fake: Fake):
+def test_a_bad_scale_launches_nothing(fake: Fake) -> None:
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ArgumentError, match="softmax_scale"):
             fagen.attention(*qkv(), softmax_scale=bad)
     assert not fake.driver.launches
 
 
-def test_each_thread_has_its_own_plans(fake: Fake):
+def test_each_thread_has_its_own_plans(fake: Fake) -> None:
     barrier = threading.Barrier(2)
 
     def call(_: int) -> None:
@@ -231,7 +233,7 @@ def test_each_thread_has_its_own_plans(fake: Fake):
     assert len(fake.driver.encoded) == 8
 
 
-def test_load_gives_the_kernel_to_look_at_and_to_call(fake: Fake):
+def test_load_gives_the_kernel_to_look_at_and_to_call(fake: Fake) -> None:
     kernel = fagen.load(
         dtype="bf16", head_dim=128, causal=True, seqlen_q=300, seqlen_k=500, batch=2, heads=8,
         heads_kv=2,
@@ -258,13 +260,14 @@ def test_load_gives_the_kernel_to_look_at_and_to_call(fake: Fake):
         ({"heads_kv": 3}, "heads_q has to be a multiple"),
     ],
 )
-def test_load_says_what_is_allowed(fake: Fake, change: dict[str, Any], message: str):
+def test_load_says_what_is_allowed(fake: Fake, change: dict[str, Any], message: str) -> None:
     wanted = {"dtype": "bf16", "head_dim": 64, "seqlen_q": 1, "seqlen_k": 1, "batch": 1, "heads": 4}
+    arguments: dict[str, Any] = wanted | change
     with pytest.raises(ArgumentError, match=message):
-        fagen.load(**(wanted | change))
+        fagen.load(**arguments)
 
 
-def test_explain_names_the_kernel_and_launches_nothing(fake: Fake):
+def test_explain_names_the_kernel_and_launches_nothing(fake: Fake) -> None:
     q, k, v = qkv()
     config = Sm90Forward(block_m=128, block_n=64, block_k=64, stages=3)
     explanation = fagen.explain(q, k, v, causal=True, config=config)
@@ -353,12 +356,12 @@ def check(torch: Any, q: Any, k: Any, v: Any, causal: bool = False, **options: A
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_torch_round_trip(torch: Any, dtype: str, causal: bool):
+def test_torch_round_trip(torch: Any, dtype: str, causal: bool) -> None:
     check(torch, *random_qkv(torch, dtype=dtype), causal)
 
 
 @pytest.mark.gpu
-def test_bhsd_equals_bshd_transposed(torch: Any):
+def test_bhsd_equals_bshd_transposed(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v, causal=True)
     views = [tensor.transpose(1, 2) for tensor in (q, k, v)]
@@ -371,7 +374,7 @@ def test_bhsd_equals_bshd_transposed(torch: Any):
 
 
 @pytest.mark.gpu
-def test_out_may_have_strides_of_its_own(torch: Any):
+def test_out_may_have_strides_of_its_own(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v)
     buffer = torch.full((2, 130, 7, 64), 7.0, dtype=q.dtype, device="cuda")
@@ -383,14 +386,14 @@ def test_out_may_have_strides_of_its_own(torch: Any):
 
 
 @pytest.mark.gpu
-def test_scale_zero_is_the_mean_of_the_visible_values(torch: Any):
+def test_scale_zero_is_the_mean_of_the_visible_values(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     out = fagen.attention(q, k, v, causal=True, softmax_scale=0.0)
     assert_close(host(out), expected(host(q), host(k), host(v), True, 0.0)[0])
 
 
 @pytest.mark.gpu
-def test_gradients_are_refused_but_not_under_no_grad(torch: Any):
+def test_gradients_are_refused_but_not_under_no_grad(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v)
     q.requires_grad_()
@@ -401,7 +404,7 @@ def test_gradients_are_refused_but_not_under_no_grad(torch: Any):
 
 
 @pytest.mark.gpu
-def test_cupy_round_trip():
+def test_cupy_round_trip() -> None:
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)
     shapes = ((2, 130, 4, 64), (2, 200, 2, 64), (2, 200, 2, 64))
@@ -417,7 +420,7 @@ def test_cupy_round_trip():
 
 
 @pytest.mark.gpu
-def test_cupy_takes_bf16_and_its_own_stream():
+def test_cupy_takes_bf16_and_its_own_stream() -> None:
     cupy = pytest.importorskip("cupy")
     import ml_dtypes
 
@@ -432,7 +435,7 @@ def test_cupy_takes_bf16_and_its_own_stream():
 
 
 @pytest.mark.gpu
-def test_negative_strides_of_cupy_views():
+def test_negative_strides_of_cupy_views() -> None:
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 130, 4, 64)).astype(np.float16) for _ in range(3))
@@ -472,7 +475,7 @@ class ByCudaArrayInterface:
 
 
 @pytest.mark.gpu
-def test_other_frameworks_get_their_own_arrays_back(torch: Any):
+def test_other_frameworks_get_their_own_arrays_back(torch: Any) -> None:
     cupy = pytest.importorskip("cupy")
     q, k, v = random_qkv(torch, dtype="float16")
     torch.cuda.synchronize()
@@ -493,7 +496,7 @@ def test_other_frameworks_get_their_own_arrays_back(torch: Any):
 
 
 @pytest.mark.gpu
-def test_the_current_stream_orders_the_call(torch: Any):
+def test_the_current_stream_orders_the_call(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v)
     late = torch.zeros_like(q)
@@ -507,7 +510,7 @@ def test_the_current_stream_orders_the_call(torch: Any):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_replays_with_new_values(torch: Any):
+def test_a_cuda_graph_replays_with_new_values(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     fagen.attention(q, k, v, causal=True, return_lse=True)  # compiles
     torch.cuda.synchronize()
@@ -526,7 +529,7 @@ def test_a_cuda_graph_replays_with_new_values(torch: Any):
 
 
 @pytest.mark.gpu
-def test_even_a_first_call_can_be_captured(torch: Any):
+def test_even_a_first_call_can_be_captured(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v)
     fields = {"template": "forward_sm80", "block_m": 64, "block_n": 32, "block_k": 32}
@@ -540,7 +543,7 @@ def test_even_a_first_call_can_be_captured(torch: Any):
 
 
 @pytest.mark.gpu
-def test_eight_threads_get_their_own_answers(torch: Any):
+def test_eight_threads_get_their_own_answers(torch: Any) -> None:
     inputs = [random_qkv(torch, seed=seed) for seed in range(8)]
     wanted = [fagen.attention(*tensors, causal=True) for tensors in inputs]
     torch.cuda.synchronize()
@@ -558,7 +561,7 @@ def test_eight_threads_get_their_own_answers(torch: Any):
 
 
 @pytest.mark.gpu
-def test_a_thread_without_a_context_can_call(torch: Any):
+def test_a_thread_without_a_context_can_call(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     wanted = fagen.attention(q, k, v)
     out = torch.empty_like(q)
@@ -571,9 +574,8 @@ def test_a_thread_without_a_context_can_call(torch: Any):
 
 
 @pytest.mark.gpu
-def test_fifty_lengths_compile_once(torch: Any, monkeypatch: pytest.MonkeyPatch):
+def test_fifty_lengths_compile_once(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles: list[Any] = []
-    compile_kernel: Callable[..., Any] = api.compile_kernel
 
     def counting(*arguments: Any) -> Any:
         compiles.append(arguments)
@@ -587,7 +589,7 @@ def test_fifty_lengths_compile_once(torch: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_expanded_keys_and_values(torch: Any):
+def test_expanded_keys_and_values(torch: Any) -> None:
     q, k, v = random_qkv(torch, heads_kv=1)
     k, v = (tensor.expand(2, 200, 4, 64) for tensor in (k, v))
     assert k.stride(2) == 0
@@ -598,7 +600,7 @@ def test_expanded_keys_and_values(torch: Any):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [1, 4])
-def test_unaligned_bases(torch: Any, shift: int):
+def test_unaligned_bases(torch: Any, shift: int) -> None:
     tensors = []
     for tensor in random_qkv(torch):
         storage = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")
@@ -606,11 +608,12 @@ def test_unaligned_bases(torch: Any, shift: int):
         view.copy_(tensor)
         tensors.append(view)
     assert fagen.explain(*tensors).problem.alignment == 2
-    check(torch, *tensors, True)
+    q, k, v = tensors
+    check(torch, q, k, v, True)
 
 
 @pytest.mark.gpu
-def test_unaligned_rows_and_packed_qkv(torch: Any):
+def test_unaligned_rows_and_packed_qkv(torch: Any) -> None:
     packed = torch.randn(2, 100, 3, 4, 68, device="cuda").bfloat16()
     q, k, v = packed[..., :64].unbind(2)
     assert q.stride(1) * 2 % 16 == 0
@@ -624,7 +627,7 @@ def test_unaligned_rows_and_packed_qkv(torch: Any):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_keys_gives_zeros_and_no_queries_nothing(torch: Any, causal: bool):
+def test_no_keys_gives_zeros_and_no_queries_nothing(torch: Any, causal: bool) -> None:
     q, k, v = random_qkv(torch, seqlen_k=0)
     out = torch.full_like(q, 7.0)
     out, lse = fagen.attention(q, k, v, causal=causal, return_lse=True, out=out)
@@ -636,7 +639,7 @@ def test_no_keys_gives_zeros_and_no_queries_nothing(torch: Any, causal: bool):
 
 
 @pytest.mark.gpu
-def test_more_heads_than_a_grid_dimension_has_blocks(torch: Any):
+def test_more_heads_than_a_grid_dimension_has_blocks(torch: Any) -> None:
     batch = 70_000
     q, k, v = random_qkv(torch, batch, seqlen_q=5, seqlen_k=9, heads_q=1, heads_kv=1)
     out = fagen.attention(q, k, v)
@@ -646,7 +649,7 @@ def test_more_heads_than_a_grid_dimension_has_blocks(torch: Any):
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_two_to_the_31_elements(torch: Any):
+def test_offsets_beyond_two_to_the_31_elements(torch: Any) -> None:
     far = 1 << 31
     try:
         memory = torch.zeros(far + (1 << 20), dtype=torch.bfloat16, device="cuda")
@@ -667,7 +670,7 @@ def test_offsets_beyond_two_to_the_31_elements(torch: Any):
 
 
 @pytest.mark.gpu
-def test_tensors_on_the_second_gpu_while_the_first_is_current(torch: Any):
+def test_tensors_on_the_second_gpu_while_the_first_is_current(torch: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     tensors = random_qkv(torch)
@@ -681,7 +684,7 @@ def test_tensors_on_the_second_gpu_while_the_first_is_current(torch: Any):
 
 
 @pytest.mark.gpu
-def test_load_and_explain_agree_with_the_call(torch: Any):
+def test_load_and_explain_agree_with_the_call(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     kernel = fagen.load(
         dtype="bf16", head_dim=64, seqlen_q=130, seqlen_k=200, batch=2, heads=4, heads_kv=2

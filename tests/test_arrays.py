@@ -16,25 +16,29 @@ from fagen.errors import ArgumentError, UnsupportedError
 from fagen.launch import Lengths
 
 
+def forget_frameworks() -> None:
+    caches: tuple[Any, ...] = (arrays._torch, arrays.framework_of)
+    for cached in caches:
+        cached.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     module = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", module)
-    for cached in (arrays._torch, arrays.framework_of):
-        cached.cache_clear()
+    forget_frameworks()
     yield module
-    for cached in (arrays._torch, arrays.framework_of):
-        cached.cache_clear()
+    forget_frameworks()
 
 
-def test_a_tensor_is_read_without_a_copy():
+def test_a_tensor_is_read_without_a_copy() -> None:
     tensor = FakeTensor((2, 300, 4, 64), FLOAT16, pointer=4096)
     operand = arrays.adopt(tensor, "bshd")
     assert operand.view == (4096, (2, 300, 4, 64), (300 * 4 * 64, 4 * 64, 64))
     assert (operand.dtype, operand.device_index) == ("fp16", 0)
 
 
-def test_layout_bhsd_only_permutes():
+def test_layout_bhsd_only_permutes() -> None:
     operand = arrays.adopt(FakeTensor((2, 4, 300, 64), pointer=4096), "bhsd")
     assert operand.view == (4096, (2, 300, 4, 64), (4 * 300 * 64, 64, 300 * 64))
 
@@ -53,23 +57,23 @@ def test_layout_bhsd_only_permutes():
         (np.zeros((2, 8, 4, 64), np.float16), "q is in host memory"),
     ],
 )
-def test_what_is_not_allowed_is_said_in_one_line(tensor: Any, message: str):
+def test_what_is_not_allowed_is_said_in_one_line(tensor: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message) as caught:
         arrays.adopt(tensor, "bshd", "q")
     assert "\n" not in str(caught.value)
 
 
-def test_head_dims_outside_the_range_are_unsupported_not_malformed():
+def test_head_dims_outside_the_range_are_unsupported_not_malformed() -> None:
     with pytest.raises(UnsupportedError):
         arrays.adopt(FakeTensor((2, 8, 4, 12)), "bshd")
 
 
-def test_an_unknown_layout_is_refused():
+def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ArgumentError, match="layout is 'sbhd': allowed are 'bshd' and 'bhsd'"):
         arrays.adopt(FakeTensor((2, 8, 4, 64)), "sbhd")
 
 
-def test_gradients_are_refused_unless_grad_mode_is_off(torch: SimpleNamespace):
+def test_gradients_are_refused_unless_grad_mode_is_off(torch: SimpleNamespace) -> None:
     tensor = FakeTensor((2, 8, 4, 64), requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\)"):
         arrays.adopt(tensor, "bshd")
@@ -85,7 +89,7 @@ def operands(*shapes: tuple[int, ...], **last: Any) -> list[arrays.Operand]:
 Q, K = (2, 100, 8, 64), (2, 300, 4, 64)
 
 
-def test_lengths_of_tensors_that_fit():
+def test_lengths_of_tensors_that_fit() -> None:
     assert arrays.lengths_of(*operands(Q, K, K, Q)) == Lengths(2, 100, 300, 8, 4)
     assert arrays.lengths_of(*operands((2, 0, 8, 64), K, K)).seqlen_q == 0
     assert arrays.lengths_of(*operands(Q, (2, 0, 4, 64), (2, 0, 4, 64))).seqlen_k == 0
@@ -108,7 +112,7 @@ def test_lengths_of_tensors_that_fit():
 )
 def test_tensors_that_do_not_fit(
     shapes: tuple[tuple[int, ...], ...], last: dict[str, Any], message: str
-):
+) -> None:
     with pytest.raises(ArgumentError, match=message):
         arrays.lengths_of(*operands(*shapes, **last))
 
@@ -128,7 +132,7 @@ def test_tensors_that_do_not_fit(
         (FakeTensor(Q, strides=((1 << 39) - 8, 512, 64, 1)), 16),
     ],
 )
-def test_alignment(tensor: FakeTensor, bytes_: int):
+def test_alignment(tensor: FakeTensor, bytes_: int) -> None:
     fine = arrays.adopt(FakeTensor(Q), "bshd")
     odd = arrays.adopt(tensor, "bshd")
     assert arrays.alignment(fine, odd, fine) == bytes_
@@ -143,7 +147,7 @@ class FakeCupyArray:
     data = SimpleNamespace(ptr=8192, device_id=1)
 
 
-def test_cupy_strides_are_bytes():
+def test_cupy_strides_are_bytes() -> None:
     cupy = object.__new__(arrays.CuPy)  # without importing CuPy
     pointer, geometry = cupy.read(FakeCupyArray())
     facts = cupy.facts(geometry)
@@ -152,7 +156,7 @@ def test_cupy_strides_are_bytes():
     assert arrays.operand("q", cupy, pointer, geometry, "bshd").dtype == "fp16"
 
 
-def test_a_result_goes_back_to_the_framework_that_asks_for_it():
+def test_a_result_goes_back_to_the_framework_that_asks_for_it() -> None:
     class Theirs:
         def __array_namespace__(self) -> Any:
             return SimpleNamespace(from_dlpack=lambda array: ("theirs", array))

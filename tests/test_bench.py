@@ -31,7 +31,8 @@ def inputs(problem: Problem = PROBLEM, shape: Shape = SHAPE) -> Inputs:
     dice = np.random.default_rng(7)
     sizes = (shape.batch, shape.seqlen_q, shape.heads_q, problem.head_dim)
     q, k, v = (dice.standard_normal(sizes, dtype=np.float32) for _ in range(3))
-    return Inputs(problem, shape, 0, *(x.view(OnDevice) for x in (q, k, v)), host=(q, k, v))
+    there = [x.view(OnDevice) for x in (q, k, v)]
+    return Inputs(problem, shape, 0, there[0], there[1], there[2], host=(q, k, v))
 
 
 def attend(x: Inputs, *, shift: int = 0, keys: int | None = None, bits: int = 7) -> Any:
@@ -48,7 +49,7 @@ def attend(x: Inputs, *, shift: int = 0, keys: int | None = None, bits: int = 7)
     return np.swapaxes(rounded(rounded(weights, bits) @ v / total, bits), 1, 2).view(OnDevice)
 
 
-def rounded(values: np.ndarray, bits: int) -> np.ndarray:
+def rounded(values: np.ndarray, bits: int) -> Any:
     fraction, exponent = np.frexp(values)
     return np.ldexp(np.round(np.ldexp(fraction, bits + 1)), exponent - bits - 1)
 

@@ -23,7 +23,7 @@ from fagen import compile as compiler
 from fagen import render
 from fagen.compile import Compiled, Resources, cache_folder, clear_cache, compile_source
 from fagen.config import Sm80Forward
-from fagen.device import architecture
+from fagen.device import Architecture, architecture
 from fagen.errors import CacheError
 from fagen.problem import Problem
 
@@ -45,7 +45,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     run = compiler._run_nvrtc
 
-    def counting(source: str, arch: compiler.Architecture, kernel_name: str) -> object:
+    def counting(source: str, arch: Architecture, kernel_name: str) -> object:
         names.append(kernel_name)
         return run(source, arch, kernel_name)
 

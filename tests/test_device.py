@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fagen.config import TEMPLATES
@@ -36,7 +38,12 @@ def test_other_names_are_refused_with_those_that_are_known(name: str) -> None:
 
 def test_a_known_card_keeps_its_data_sheet_and_says_what_the_driver_counts() -> None:
     sheet = KNOWN_DEVICES["NVIDIA H200"]
-    numbers = {"sm_count": 66, "clock_mhz": 1, "l2_bytes": 30 << 20, "memory_gbps": 1.0}
+    numbers: dict[str, Any] = {
+        "sm_count": 66,
+        "clock_mhz": 1,
+        "l2_bytes": 30 << 20,
+        "memory_gbps": 1.0,
+    }
     card = device_from_capability("NVIDIA H200", (9, 0), **numbers)  # half of one
     assert (card.sm_count, card.l2_bytes) == (66, 30 << 20)
     assert (card.clock_mhz, card.memory_gbps) == (sheet.clock_mhz, sheet.memory_gbps)

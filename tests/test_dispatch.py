@@ -111,7 +111,7 @@ def test_tiers(
     assert reason in choice.reason
     if block_n is None:
         assert choice.config == default_config(PROBLEM, H200)
-        assert choice.record is choice.path is None
+        assert (choice.record, choice.path) == (None, None)
     else:
         assert choice.config.block_n == block_n
         assert choice.record is not None

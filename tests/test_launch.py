@@ -97,7 +97,7 @@ def params_of(fake: FakeDriver, index: int = -1) -> ForwardParams:
     return ForwardParams.from_buffer_copy(fake.launches[index].arguments[-1])
 
 
-def test_the_packed_parameters_are_those_of_params_cuh():
+def test_the_packed_parameters_are_those_of_params_cuh() -> None:
     text = (template_folder() / "params.cuh").read_text()
     body = re.search(r"struct ForwardParams \{(.*?)\n\};", text, re.DOTALL)
     assert body
@@ -108,7 +108,7 @@ def test_the_packed_parameters_are_those_of_params_cuh():
     assert ForwardParams.scale_log2.offset == SCALE_OFFSET
 
 
-def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel):
+def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel) -> None:
     launch(sm80)
     params = params_of(fake)
     base = 1 << 20
@@ -128,7 +128,7 @@ def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel):
     assert call.kernel == KERNEL
 
 
-def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: LoadedKernel):
+def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: LoadedKernel) -> None:
     launch(sm90)
     q, o, k, v = fake.encoded
     base = 1 << 20
@@ -142,7 +142,7 @@ def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: Lo
     assert o == (9, 4, 4 * base, *queries, (64, 64, 1, 1), steps, *tail)
 
 
-def test_narrow_chunks_take_the_64_byte_swizzle_and_fp16_its_own_type(fake: FakeDriver):
+def test_narrow_chunks_take_the_64_byte_swizzle_and_fp16_its_own_type(fake: FakeDriver) -> None:
     problem = Problem(dtype="fp16", head_dim=40)
     config = Sm90Forward(block_m=64, block_n=64, block_k=32, stages=2, ping_pong=False)
     launch(LoadedKernel(compiled(problem), problem, config))
@@ -150,19 +150,23 @@ def test_narrow_chunks_take_the_64_byte_swizzle_and_fp16_its_own_type(fake: Fake
     assert (dtype, dims[0], box[0], swizzle) == (6, 40, 32, 2)
 
 
-def test_strides_of_dimensions_of_size_one_become_legal(fake: FakeDriver, sm90: LoadedKernel):
+def test_strides_of_dimensions_of_size_one_become_legal(
+    fake: FakeDriver, sm90: LoadedKernel
+) -> None:
     tensor = TensorView(1 << 20, (1, 64, 1, 128), (7, 128, 3))
     sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
     assert {strides for _, _, _, _, strides, *_ in fake.encoded} == {(256, 256, 256)}
 
 
-def test_expanded_heads_keep_stride_zero(fake: FakeDriver, sm90: LoadedKernel):
+def test_expanded_heads_keep_stride_zero(fake: FakeDriver, sm90: LoadedKernel) -> None:
     tensor = TensorView(1 << 20, (2, 64, 4, 128), (64 * 128, 128, 0))
     sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
     assert fake.encoded[0][4] == (256, 0, 64 * 256)
 
 
-def test_a_repeated_call_only_points_the_maps_elsewhere(fake: FakeDriver, sm90: LoadedKernel):
+def test_a_repeated_call_only_points_the_maps_elsewhere(
+    fake: FakeDriver, sm90: LoadedKernel
+) -> None:
     launch(sm90)
     launch(sm90, base=1 << 24, scale=2.0)
     base = 1 << 24
@@ -176,7 +180,7 @@ def test_a_repeated_call_only_points_the_maps_elsewhere(fake: FakeDriver, sm90: 
     assert len(fake.prepared) == 1
 
 
-def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: LoadedKernel):
+def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: LoadedKernel) -> None:
     launch(sm90)
     launch(sm90, seqlen_k=501)
     launch(sm90)
@@ -184,7 +188,7 @@ def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: LoadedKerne
     assert [params_of(fake, i).seqlen_k for i in range(3)] == [500, 501, 500]
 
 
-def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel):
+def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel) -> None:
     launch(sm90, seqlen_k=0)
     launch(sm90, seqlen_k=0)
     assert [dims[1] for _, _, _, dims, *_ in fake.encoded] == [300, 300]
@@ -198,13 +202,13 @@ def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel):
 @pytest.mark.parametrize("empty", [{"seqlen_q": 0}, {"batch": 0}])
 def test_nothing_to_do_launches_nothing(
     fake: FakeDriver, sm90: LoadedKernel, empty: dict[str, int]
-):
+) -> None:
     launch(sm90, **empty)
     assert not fake.launches
     assert not fake.encoded
 
 
-def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver):
+def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver) -> None:
     config = SM90.model_copy(update={"persistent": True, "min_blocks_per_sm": 2})
     kernel = LoadedKernel(compiled(BF16_128), BF16_128, config)
     launch(kernel, batch=64, heads_q=64)
@@ -213,20 +217,20 @@ def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver):
     assert params_of(fake, 0).tiles == 64 * 64 * 3
 
 
-def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: LoadedKernel):
+def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: LoadedKernel) -> None:
     with pytest.raises(UnsupportedError, match="2,147,483,648 tiles"):
         launch(sm90, batch=1 << 20, heads_q=1 << 11, seqlen_q=1)
     with pytest.raises(UnsupportedError, match="1,073,741,824"):
         launch(sm90, seqlen_k=1 << 30)
 
 
-def test_scale_zero_becomes_tiny():
+def test_scale_zero_becomes_tiny() -> None:
     assert scale_log2(0.0) == 2.0**-100
     assert scale_log2(1.0) == math.log2(math.e)
 
 
 @pytest.mark.parametrize("scale", [-0.1, math.nan, math.inf, -math.inf])
-def test_a_scale_that_no_kernel_takes_is_refused(scale: float):
+def test_a_scale_that_no_kernel_takes_is_refused(scale: float) -> None:
     with pytest.raises(ArgumentError, match="softmax_scale"):
         scale_log2(scale)
 
@@ -242,11 +246,13 @@ def test_a_scale_that_no_kernel_takes_is_refused(scale: float):
         (Lengths(0, 0, 0, 0, 0), 1),
     ],
 )
-def test_heads_that_share_the_l2(lengths: Lengths, heads: int):
+def test_heads_that_share_the_l2(lengths: Lengths, heads: int) -> None:
     assert heads_per_group(BF16_128, lengths) == heads
 
 
-def test_another_device_is_made_current_for_the_launch_only(fake: FakeDriver, sm90: LoadedKernel):
+def test_another_device_is_made_current_for_the_launch_only(
+    fake: FakeDriver, sm90: LoadedKernel
+) -> None:
     launch(sm90, device_index=1)
     assert fake.launches[0].context == CONTEXT + 1
     assert fake.context == CONTEXT
@@ -257,7 +263,7 @@ def test_another_device_is_made_current_for_the_launch_only(fake: FakeDriver, sm
     assert [index for _, index in fake.prepared] == [1, 0]
 
 
-def test_threads_share_no_plan(fake: FakeDriver, sm90: LoadedKernel):
+def test_threads_share_no_plan(fake: FakeDriver, sm90: LoadedKernel) -> None:
     get_context = fake.get_context
 
     def slow_get_context(out: ctypes.c_void_p) -> int:
@@ -286,7 +292,7 @@ def test_threads_share_no_plan(fake: FakeDriver, sm90: LoadedKernel):
     assert seen == {(i + 1) << 20: 20 for i in range(8)}
 
 
-def test_a_failed_launch_names_the_error(fake: FakeDriver, sm90: LoadedKernel):
+def test_a_failed_launch_names_the_error(fake: FakeDriver, sm90: LoadedKernel) -> None:
     fake.status = 719
     with pytest.raises(CudaError, match=r"CUDA_ERROR_LAUNCH_FAILED \(719\).*new process") as caught:
         launch(sm90)
@@ -296,7 +302,7 @@ def test_a_failed_launch_names_the_error(fake: FakeDriver, sm90: LoadedKernel):
 # ---- driver.py ----
 
 
-def test_without_a_driver_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_driver_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver as cu
 
     def absent(flags: int) -> tuple[object]:
@@ -317,20 +323,20 @@ def test_without_a_driver_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPat
         driver.device_count()
 
 
-def test_a_library_that_is_no_driver_is_refused():
+def test_a_library_that_is_no_driver_is_refused() -> None:
     with pytest.raises(DeviceError, match="fagen doctor"):
         driver.HotCalls("libcuda-that-is-not-there.so")
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled"):
         driver.HotCalls("libc.so.6")
 
 
-def test_the_launch_config_is_laid_out_as_cuda_h_says():
+def test_the_launch_config_is_laid_out_as_cuda_h_says() -> None:
     fields = ("grid", "block", "smem_bytes", "stream", "attributes", "attribute_count")
     offsets = [getattr(driver.LaunchConfig, field).offset for field in fields]
     assert offsets == [0, 12, 24, 32, 40, 48]
 
 
-def test_query_device_reads_the_card(monkeypatch: pytest.MonkeyPatch):
+def test_query_device_reads_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver as cu
 
     ok = cu.CUresult.CUDA_SUCCESS

@@ -262,7 +262,8 @@ def test_illegal_asks_are_kept_with_the_rule(legal: LegalSet, table: Table, tmp_
 @pytest.mark.parametrize("where", ["trials.journal", "sqlite:///{}/trials.db"])
 def test_resume_repeats_nothing(legal: LegalSet, table: Table, tmp_path: Path, where: str) -> None:
     url = where.format(tmp_path) if "://" in where else str(tmp_path / where)
-    first, second = [], []
+    first: list[AnyConfig] = []
+    second: list[AnyConfig] = []
     study = Study("table", legal, storage=open_storage(url))
     search([study], replay(table, first), trials=20)
     again = Study("table", legal, storage=open_storage(url), resume=True)
@@ -364,4 +365,4 @@ def test_outcomes_survive_json() -> None:
         assert type(outcome).model_validate_json(outcome.model_dump_json()) == outcome
     for fields in ({"time_us": 0.0}, {"time_us": float("nan")}, {"time_us": 1.0, "typo": 1}):
         with pytest.raises(ValueError, match="validation error"):
-            Measured(**fields)  # type: ignore[arg-type]
+            Measured.model_validate(fields)

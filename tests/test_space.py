@@ -39,7 +39,7 @@ def _problem(head_dim: int, **fields: Any) -> Problem:
 
 def _fa3_hopper(
     head_dim: int, block_m: int, block_n: int, *, p_in_smem: bool = False
-) -> tuple[str, int, Sm90Forward]:
+) -> tuple[str, int, AnyConfig]:
     """FlashAttention-3's forward: two stages, overlap, a producer that gives registers up, and
     turns of the warpgroups up to head dim 128.
     """
@@ -57,7 +57,7 @@ def _fa3_hopper(
 
 def _ampere(
     arch: str, head_dim: int, tile: tuple[int, int, int], stages: int = 1, **fields: Any
-) -> tuple[str, int, Sm80Forward]:
+) -> tuple[str, int, AnyConfig]:
     """A tile (block_m, block_n, warps) of FlashAttention-2 or -3 for the sm80 class."""
     block_m, block_n, warps = tile
     config = Sm80Forward(
@@ -66,7 +66,7 @@ def _ampere(
     return arch, head_dim, config
 
 
-SHIPPED = {
+SHIPPED: dict[str, list[tuple[str, int, AnyConfig]]] = {
     "FlashAttention-3 on sm90": [
         _fa3_hopper(64, 192, 192, p_in_smem=True),
         _fa3_hopper(64, 192, 128),

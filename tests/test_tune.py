@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_the_default_wins_where_the_search_was_lucky(tmp_path: Path) -> None:
 
     class Sobering(FakeWorker):
         def compare(
-            self, candidates: list[Candidate], problem: Problem, shape: Shape
+            self, candidates: Sequence[Candidate], problem: Problem, shape: Shape
         ) -> dict[str, list[float]]:
             return {str(c): [10.0 if c == default else 11.0] * 3 for _, c in candidates}
 
@@ -229,7 +229,7 @@ def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monk
             yield config, fake_kernel(problem, config.model_copy(update={"stages": 2}))
 
     monkeypatch.setattr(tuning, "_compiled", compiled)
-    monkeypatch.setattr(tuning.arithmetic, "smem_bytes", lambda config, problem: 0)
+    monkeypatch.setattr("fagen.config.smem_bytes", lambda config, problem: 0)
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
     unlike = [config.model_copy(update={"stages": 2}) for config, _ in worker.evaluated]
