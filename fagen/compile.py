@@ -43,7 +43,7 @@ from fagen.problem import Problem
 
 AnyConfig = Sm80Forward | Sm90Forward
 
-CACHE_VERSION = 1  # part of every key: raised when an entry's files change their meaning
+CACHE_VERSION = 2  # part of every key: raised when an entry's files change their meaning
 # Beside the target and the header folder. NVRTC 13.0 takes generic lambdas for host code unless
 # device is the default.
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
@@ -268,7 +268,8 @@ def _run_nvrtc(source: str, arch: Architecture, kernel_name: str) -> tuple[bytes
         if not log:  # NVRTC's own cache had it, and keeps no log
             nvrtc.compileProgram(program, (*options, "--no-cache"))
             log = nvrtc.getProgramLog(program)
-        return nvrtc.getCUBIN(program), nvrtc.getPTX(program), log
+        # CuPy takes the last byte, a zero of the ELF's section headers, for a terminator.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getPTX(program), log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         first = next(

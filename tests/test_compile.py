@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -348,3 +349,11 @@ def test_resources_that_cannot_be_are_refused() -> None:
     assert Resources.model_validate_json(text).why_bad() is None
     with pytest.raises(ValueError, match="registers"):
         Resources.model_validate_json(text.replace("8", "-8"))
+
+
+def test_cubin_is_a_whole_elf_file() -> None:
+    """Its section headers, the last thing in the file, end where the file does."""
+    cubin = compile_source(SCALE, SM80, "scale", cached=False).cubin
+    (headers_at,) = struct.unpack_from("<Q", cubin, 40)
+    entry_size, entries = struct.unpack_from("<HH", cubin, 58)
+    assert len(cubin) == headers_at + entry_size * entries
