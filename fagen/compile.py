@@ -268,7 +268,7 @@ def _run_nvrtc(source: str, arch: Architecture, kernel_name: str) -> tuple[bytes
         if not log:  # NVRTC's own cache had it, and keeps no log
             nvrtc.compileProgram(program, (*options, "--no-cache"))
             log = nvrtc.getProgramLog(program)
-        # CuPy takes the last byte, a zero of the ELF's section headers, for a terminator.
+        # CuPy takes the last byte, a zero of the ELF's headers, for a terminator.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getPTX(program), log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)

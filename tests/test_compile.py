@@ -352,8 +352,8 @@ def test_resources_that_cannot_be_are_refused() -> None:
 
 
 def test_cubin_is_a_whole_elf_file() -> None:
-    """Its section headers, the last thing in the file, end where the file does."""
+    """Its program headers, the last thing in the file, end where the file does."""
     cubin = compile_source(SCALE, SM80, "scale", cached=False).cubin
-    (headers_at,) = struct.unpack_from("<Q", cubin, 40)
-    entry_size, entries = struct.unpack_from("<HH", cubin, 58)
+    (headers_at,) = struct.unpack_from("<Q", cubin, 32)
+    entry_size, entries = struct.unpack_from("<HH", cubin, 54)
     assert len(cubin) == headers_at + entry_size * entries
