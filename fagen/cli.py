@@ -394,8 +394,7 @@ def emit(
     if dtype is None and head_dim is None and causal is None:
         if axes:
             raise ArgumentError("--set wants one problem: give --dtype and --head-dim too")
-        records = [record for file in store.files(device.arch.name) for record in file.records]
-        files = room.emit_all(device.arch, records, format=format)
+        files = room.emit_all(device.arch, store.records(device.arch.name), format=format)
     else:
         if dtype is None or head_dim is None:
             raise ArgumentError("one problem takes both --dtype and --head-dim")
@@ -456,18 +455,14 @@ def list_records(
     from fagen.device import architecture
     from fagen.dispatch import is_stale
 
-    files = _store(ctx, config).files(architecture(arch).name if arch else None)
-    entries = [
-        (file.path, record)
-        for file in files
-        for record in file.records
-        if arch is None or record.device.arch == architecture(arch).name
-    ]
+    store = _store(ctx, config)
+    name = architecture(arch).name if arch else None
+    entries = store.entries(name)
     if as_json:
         _print_json(
             [
                 record.model_dump(mode="json") | {"file": str(path), "stale": is_stale(record)}
-                for path, record in entries
+                for record, path in entries
             ]
         )
         return
@@ -475,12 +470,12 @@ def list_records(
         print("no tuned configs yet: `fagen tune` finds some")
         return
     _print_records(
-        [record for _, record in entries],
-        notes=["tuned on an older text" if is_stale(record) else "" for _, record in entries],
+        [record for record, _ in entries],
+        notes=["tuned on an older text" if is_stale(record) else "" for record, _ in entries],
     )
-    for file in files:
-        for entry in file.skipped:
-            print(f"skipped: {file.path}, line {entry.line}: {entry.reason}", file=sys.stderr)
+    for file in store.files(name):
+        for skipped in file.skipped:
+            print(f"skipped: {file.path}, line {skipped.line}: {skipped.reason}", file=sys.stderr)
 
 
 @app.command(epilog=_example("explain"))
@@ -601,7 +596,7 @@ def check(
     from fagen import check as room
 
     device, index = _device(arch)
-    records = [r for file in _store(ctx, config).files(device.arch.name) for r in file.records]
+    records = _store(ctx, config).records(device.arch.name)
     with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bar:
         task = bar.add_task("compiling", total=None)
         report = room.check(

@@ -188,7 +188,7 @@ def _choose(problem: Problem, bucket: Bucket, device: Device, store: Store) -> C
 
 def _offers(problem: Problem, bucket: Bucket, device: Device, store: Store) -> list[Offer]:
     """Every offer of tiers 2 to 6, the best first, as if all were fresh."""
-    entries = store.entries(problem, device.arch.name)
+    entries = store.entries(device.arch.name, problem)
     # Stable: among equals, those of the user's own file and then the file's order count.
     entries.sort(key=lambda entry: _rank(entry.record, bucket, device))
     offers = [

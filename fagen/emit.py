@@ -95,7 +95,7 @@ def emit_all(
     """
     best: dict[object, Record] = {}
     for record in records:
-        if record.arch == arch.name:
+        if record.device.arch == arch.name:
             best.setdefault(record.key, record)
     if not best:
         raise ArgumentError(

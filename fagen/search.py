@@ -217,6 +217,11 @@ class Tried:
     config: AnyConfig
     outcome: Outcome
 
+    @property
+    def time_us(self) -> float:
+        """Its time in microseconds, infinite for a rejection."""
+        return self.outcome.time_us if isinstance(self.outcome, Measured) else float("inf")
+
 
 class Study:
     """The search for one objective over one legal set, by asking and telling.
@@ -277,7 +282,7 @@ class Study:
     @property
     def best(self) -> Tried | None:
         """The fastest config so far."""
-        return min(self.measured, key=_time, default=None)
+        return min(self.measured, key=lambda tried: tried.time_us, default=None)
 
     @property
     def measured(self) -> list[Tried]:
@@ -372,7 +377,7 @@ class Study:
         self._study.tell(trial, value)
 
     def _penalty(self) -> float:
-        return PENALTY * max((_time(tried) for tried in self.measured), default=1.0)
+        return PENALTY * max((tried.time_us for tried in self.measured), default=1.0)
 
     def _reject(self, trial: Trial, found: int | None) -> None:
         """Answer an ask of the sampler that nothing will come of."""
@@ -413,10 +418,6 @@ class Study:
             else:
                 found.append((row, Rejected(**fields)))
         return found
-
-
-def _time(tried: Tried) -> float:
-    return tried.outcome.time_us if isinstance(tried.outcome, Measured) else float("inf")
 
 
 def _keep(name: str, storage: BaseStorage | None, resume: bool) -> tuple[str, optuna.Study | None]:

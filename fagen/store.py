@@ -164,16 +164,9 @@ class Record(_Part):
         return self.device.key, self.problem, self.bucket
 
     @property
-    def arch(self) -> str:
-        return self.device.arch
-
-    @property
-    def kind(self) -> Literal["measured", "predicted"]:
-        return self.result.kind
-
-    @property
     def measured(self) -> bool:
-        return self.kind == "measured"
+        """Whether its time was taken on the card, and not predicted."""
+        return self.result.kind == "measured"
 
 
 def digest(data: str | bytes) -> str:
@@ -273,8 +266,8 @@ def _parse(item: Any) -> Record:
     if version != current:
         raise ValueError(f"axes_version is {version!r}, that of {template} is {current}")
     record = Record.model_validate(fields)
-    if record.arch not in ARCHITECTURES:
-        raise ValueError(f"architecture {record.arch!r} is unknown")
+    if record.device.arch not in ARCHITECTURES:
+        raise ValueError(f"architecture {record.device.arch!r} is unknown")
     return record
 
 
@@ -289,7 +282,7 @@ def _order(record: Record) -> tuple[Any, ...]:
     p, b = record.problem, record.bucket
     return (
         (p.op, p.dtype, p.head_dim, p.causal, p.alignment),
-        (record.arch, record.device.key),
+        (record.device.arch, record.device.key),
         (b.seqlen_q, b.seqlen_k, b.batch_heads, b.group),
     )
 
@@ -551,19 +544,22 @@ class Store:
         ]
         return tuple(self._load(path) for path in paths if path.exists())
 
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """Every record of every file, those that count more first."""
-        return tuple(record for file in self.files() for record in file.records)
+    def entries(self, arch: str | None = None, problem: Problem | None = None) -> list[Entry]:
+        """The records of an architecture (of all, if None), the user's own before the shipped.
 
-    def entries(self, problem: Problem, arch: str) -> list[Entry]:
-        """The records of a problem on an architecture, the user's own before the shipped."""
+        Args:
+            problem: only this problem's.
+        """
         return [
             Entry(record, file.path)
             for file in self.files(arch)
             for record in file.records
-            if record.problem == problem and record.arch == arch
+            if arch in (None, record.device.arch) and problem in (None, record.problem)
         ]
+
+    def records(self, arch: str | None = None) -> list[Record]:
+        """The records of `entries`."""
+        return [record for record, _ in self.entries(arch)]
 
     def _load(self, path: Path) -> RecordFile:
         if path not in self._loaded:

@@ -466,7 +466,7 @@ class _Tuning:
     ) -> Record | None:
         """Times the finalists side by side; the fastest is the record."""
         device = self.report.device
-        ranked = sorted(study.measured, key=lambda tried: _time_us(tried.outcome))
+        ranked = sorted(study.measured, key=lambda tried: tried.time_us)
         if not ranked:
             rejections = ", ".join(f"{n} {kind}" for kind, n in study.rejections.items())
             self.on_event(Notice(f"{problem}, {shape}: nothing was measured ({rejections})."))
@@ -517,10 +517,6 @@ class _Tuning:
         )
 
 
-def _time_us(outcome: Outcome) -> float:
-    return outcome.time_us if isinstance(outcome, Measured) else float("inf")
-
-
 def _twin_key(cubin: str, config: AnyConfig, problem: Problem) -> tuple[Any, ...]:
     """What makes two candidates one: the code, and all that the launch takes from the config."""
     persistent = isinstance(config, Sm90Forward) and config.persistent
@@ -551,13 +547,8 @@ def _compiled(
 
 def _records(device: Device, out: Path) -> list[Record]:
     """Every record of the architecture, those of the file to be written first."""
-    files = [*(Store(out).files() if out.exists() else ()), *Store.open().files(device.arch.name)]
-    return [
-        record
-        for file in files
-        for record in file.records
-        if record.device.arch == device.arch.name
-    ]
+    stores = [*([Store(out)] if out.exists() else []), Store.open()]
+    return [record for store in stores for record in store.records(device.arch.name)]
 
 
 def _known_configs(problem: Problem, template: str, device: Device, out: Path) -> list[AnyConfig]:

@@ -206,7 +206,7 @@ def _describe(bad_rows: NDArray[np.bool_], expected: Expected) -> str:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A shape to verify on.
 
     Attributes:
@@ -219,7 +219,7 @@ class _Case:
     drift: bool = False
 
 
-def cases(config: AnyConfig) -> list[_Case]:
+def cases(config: AnyConfig) -> list[Case]:
     """Shapes with tails on both sides of the config's blocks, the quickest first.
 
     Those that depend on the config depend on one length of it, so that configs share them.
@@ -228,7 +228,7 @@ def cases(config: AnyConfig) -> list[_Case]:
 
     def case(
         batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], drift: bool = False
-    ) -> _Case:
+    ) -> Case:
         shape = Shape(
             batch=batch,
             seqlen_q=seqlen_q,
@@ -236,7 +236,7 @@ def cases(config: AnyConfig) -> list[_Case]:
             heads_q=heads[0],
             heads_kv=heads[1],
         )
-        return _Case(shape, drift)
+        return Case(shape, drift)
 
     alone, grouped = (2, 2), (4, 1)
     chosen = [
@@ -342,7 +342,7 @@ def random_inputs(
     return tuple(x.astype(NUMPY_DTYPE[dtype]) for x in (q, k, v))  # type: ignore[return-value]
 
 
-def _bench(problem: Problem, case: _Case, device_index: int) -> _Bench:
+def _bench(problem: Problem, case: Case, device_index: int) -> _Bench:
     """Inputs, places for outputs, and the references."""
     import cupy
 
@@ -368,7 +368,7 @@ def _bench(problem: Problem, case: _Case, device_index: int) -> _Bench:
 
 # Made once for all configs of a problem: about two per length of block_m and block_n.
 @lru_cache(maxsize=96)
-def _cached_bench(problem: Problem, case: _Case, device_index: int) -> _Bench:
+def _cached_bench(problem: Problem, case: Case, device_index: int) -> _Bench:
     return _bench(problem, case, device_index)
 
 
@@ -386,11 +386,11 @@ def verify(
     Raises:
         CudaError: if a CUDA call failed; after an illegal address no later call works.
     """
-    bench_of: Callable[[Problem, _Case, int], _Bench]
+    bench_of: Callable[[Problem, Case, int], _Bench]
     if shapes is None:
         chosen, bench_of = cases(kernel.config), _cached_bench
     else:  # of any size, so not kept
-        chosen, bench_of = [_Case(shape) for shape in shapes], _bench
+        chosen, bench_of = [Case(shape) for shape in shapes], _bench
     worst, nearest = Verdict(ok=True), 0.0
     lse_error = squares = elements = 0.0
     for case in chosen:

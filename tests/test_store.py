@@ -139,7 +139,7 @@ def test_of_two_records_in_a_file_the_measured_one_counts(path: Path, first: str
     other = item.replace("kind: measured", "kind: predicted")
     items = [item, other] if first == "measured" else [other, item]
     path.write_text(head + "".join(f"- problem{text}" for text in items))
-    assert [record.kind for record in load_records(path).records] == ["measured"]
+    assert [record.result.kind for record in load_records(path).records] == ["measured"]
 
 
 # ---- what a newer version wrote ----
@@ -323,10 +323,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 def test_the_users_records_come_before_the_shipped(places: tuple[Path, Path]) -> None:
     for place in places:
         save_records(place, [make_record()])
-    entries = Store.open().entries(PROBLEM, "sm90")
+    entries = Store.open().entries("sm90", PROBLEM)
     assert [entry.path for entry in entries] == list(places)
-    assert Store.open().entries(PROBLEM, "sm80") == []
-    assert len(Store.open().records) == 2
+    assert Store.open().entries("sm80", PROBLEM) == []
+    assert len(Store.open().records()) == 2
 
 
 def test_a_named_file_is_consulted_alone(
@@ -335,19 +335,19 @@ def test_a_named_file_is_consulted_alone(
     save_records(places[0], [make_record()])
     save_records(path, [make_record(seqlen=512)])
     monkeypatch.setenv(store.CONFIG_VARIABLE, str(path))
-    assert [entry.path for entry in Store.open().entries(PROBLEM, "sm90")] == [path]
+    assert [entry.path for entry in Store.open().entries("sm90", PROBLEM)] == [path]
     assert Store.open(places[0]).config_file == places[0]  # --config before FAGEN_CONFIG
     monkeypatch.setenv(store.CONFIG_VARIABLE, str(path.with_name("missing.yaml")))
     with pytest.raises(StoreError, match=r"cannot read .*missing\.yaml"):
-        Store.open().entries(PROBLEM, "sm90")
+        Store.open().entries("sm90", PROBLEM)
     monkeypatch.delenv(store.CONFIG_VARIABLE)
-    assert [entry.path for entry in Store.open().entries(PROBLEM, "sm90")] == [places[0]]
+    assert [entry.path for entry in Store.open().entries("sm90", PROBLEM)] == [places[0]]
 
 
 def test_a_process_sees_what_it_saved(places: tuple[Path, Path]) -> None:
-    assert Store.open().records == ()
+    assert Store.open().records() == []
     save_records(places[0], [make_record()])
-    assert Store.open().records == (make_record(),)
+    assert Store.open().records() == [make_record()]
     assert Store.open() is Store.open()
 
 

@@ -216,7 +216,7 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
     problem = Problem(dtype="bf16", head_dim=8, causal=True)
     config = Sm90Forward(block_m=64, block_n=32, block_k=32, stages=1, ping_pong=False)
 
-    def bench(problem: Problem, case: verify._Case, device_index: int) -> Any:
+    def bench(problem: Problem, case: verify.Case, device_index: int) -> Any:
         inputs = random_inputs("bf16", 8, case.shape, drift=case.drift)
         references = reference.references(*inputs, causal=True)
         slab = verify._Slab(inputs[0].shape, narrow=False)
