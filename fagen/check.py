@@ -24,7 +24,7 @@ from fagen.space import RULES, AnyConfig, axes, legal_configs, why_illegal
 
 if TYPE_CHECKING:
     from fagen.compile import Compiled
-    from fagen.store import Record
+    from fagen.store import Record, RecordFile
 
 HEAD_DIMS = (64, 128, 256)
 Job = tuple[Problem, AnyConfig]
@@ -93,7 +93,11 @@ class RecordReport(BaseModel):
 
 
 class Report(BaseModel):
-    """Everything that `check` found about one architecture."""
+    """Everything that `check` found about one architecture.
+
+    Attributes:
+        unreadable: where each record stands that this version cannot read, and why.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -101,11 +105,13 @@ class Report(BaseModel):
     spaces: tuple[SpaceReport, ...]
     sample: SampleReport
     records: tuple[RecordReport, ...]
+    unreadable: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the compiler accepted every sampled config and no record has a fault."""
-        return not self.sample.refused and all(record.fault is None for record in self.records)
+        sound = all(record.fault is None for record in self.records)
+        return sound and not self.sample.refused and not self.unreadable
 
 
 def _free_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
@@ -236,7 +242,7 @@ def _judge_record(
 
 def check(
     arch: Architecture,
-    records: Iterable[Record],
+    files: Iterable[RecordFile],
     *,
     sample: int = 24,
     everything: bool = False,
@@ -247,7 +253,7 @@ def check(
     """Check one architecture's spaces and stored records.
 
     Args:
-        records: the stored ones; those of another architecture are left out.
+        files: of the stored records; those of another architecture are left out.
         sample: how many legal configs to compile.
         everything: compile all of them instead.
         device: the card whose limits apply; a typical one of the architecture if None.
@@ -255,13 +261,15 @@ def check(
         progress: called with (compiled, of how many) after every kernel.
     """
     device = device or typical_device(arch)
+    files = tuple(files)
     spaces = tuple(
         measure_space(template, Problem(dtype="bf16", head_dim=head_dim), device)
         for template in arch.templates
         for head_dim in HEAD_DIMS
     )
     sampled = whole_space(device) if everything else sample_space(device, sample)
-    mine = [record for record in records if record.device.arch == arch.name]
+    stored = [record for file in files for record in file.records]
+    mine = [record for record in stored if record.device.arch == arch.name]
     wanted = [
         (record.problem, record.config)
         for record in mine
@@ -277,5 +285,10 @@ def check(
                 record, device, results.get((record.problem, record.config)), device_index
             )
             for record in mine
+        ),
+        unreadable=tuple(
+            f"{file.path}, line {skip.line}: {skip.reason}"
+            for file in files
+            for skip in file.skipped
         ),
     )

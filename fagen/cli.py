@@ -133,7 +133,7 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
     """
     from fagen.device import architecture, typical_device
 
-    wanted = architecture(arch) if arch else None
+    wanted = None if arch is None else architecture(arch)
     present = _present_devices()
     if index is not None and index >= len(present):
         raise ArgumentError(f"--device {index}: this machine has {len(present)} CUDA device(s)")
@@ -150,7 +150,12 @@ def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: D
     from fagen.config import TEMPLATES, parse_config
     from fagen.space import default_config, require_legal
 
-    values = dict(word.partition("=")[::2] for word in words)
+    values = {}
+    for word in words:
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not name or not equals or not value:
+            raise ArgumentError(f"--set {word!r}: want an axis and its value, as block_m=128")
+        values[name] = value
     template = values.get("template", base.template)
     if template not in TEMPLATES:
         raise ArgumentError(f"--set template={template}: allowed are {', '.join(TEMPLATES)}")
@@ -175,6 +180,10 @@ def _store(ctx: typer.Context, config: Path | None) -> Store:
 
 
 # ---- values -> text ----
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _print_json(value: Any) -> None:
@@ -297,12 +306,12 @@ def tune(
         raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
     if template is not None and template not in TEMPLATES:
         raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
-    budget_s = _seconds(budget) if budget else None
+    budget_s = None if budget is None else _seconds(budget)
     tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
     expected = room.estimate_seconds(tasks, trials, measured=present is not None)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
-        f"{len(tasks)} problems, {shapes} shapes, {card}: about "
+        f"{_counted(len(tasks), 'problem')}, {_counted(shapes, 'shape')}, {card}: about "
         f"{span(min(expected, budget_s or expected))}",
         file=sys.stderr,
     )
@@ -456,8 +465,11 @@ def list_records(
     from fagen.dispatch import is_stale
 
     store = _store(ctx, config)
-    name = architecture(arch).name if arch else None
+    name = None if arch is None else architecture(arch).name
     entries = store.entries(name)
+    for file in store.files(name):
+        for skipped in file.skipped:
+            print(f"skipped: {file.path}, line {skipped.line}: {skipped.reason}", file=sys.stderr)
     if as_json:
         _print_json(
             [
@@ -468,14 +480,10 @@ def list_records(
         return
     if not entries:
         print("no tuned configs yet: `fagen tune` finds some")
-        return
     _print_records(
         [record for record, _ in entries],
         notes=["tuned on an older text" if is_stale(record) else "" for record, _ in entries],
     )
-    for file in store.files(name):
-        for skipped in file.skipped:
-            print(f"skipped: {file.path}, line {skipped.line}: {skipped.reason}", file=sys.stderr)
 
 
 @app.command(epilog=_example("explain"))
@@ -596,12 +604,12 @@ def check(
     from fagen import check as room
 
     device, index = _device(arch)
-    records = _store(ctx, config).records(device.arch.name)
+    files = _store(ctx, config).files(device.arch.name)
     with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bar:
         task = bar.add_task("compiling", total=None)
         report = room.check(
             device.arch,
-            records,
+            files,
             sample=sample,
             everything=everything,
             device=device,
@@ -641,6 +649,8 @@ def _print_report(report: Report, verified: bool) -> None:
     faults = sum(record.fault is not None for record in report.records)
     how = "compiled and verified" if verified else "compiled (no such card here to run them)"
     print(f"{len(report.records)} records, {how}: {faults} with a fault")
+    for line in report.unreadable:
+        print(f"  unreadable: {line}")
     for record in report.records:
         if record.fault:
             print(f"  {record.record} {record.config}: {record.fault}")
@@ -697,6 +707,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after "fagen"; those of the process if None.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if sys.stdout is None:  # closed by the caller, as `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         code = app(args=words or ["--help"], obj=words, prog_name="fagen", standalone_mode=False)
         sys.stdout.flush()
@@ -705,9 +717,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         where = error.ctx.command_path if getattr(error, "ctx", None) else "fagen"
         return _complain(f"{error.format_message()} (`{where} --help` shows what is allowed)")
-    except BrokenPipeError:  # `fagen list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:  # rooms report those of the files that they know of
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print
+        if isinstance(error, BrokenPipeError):  # `fagen list | head`
+            return 1
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"cannot go on: {where}{error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return code if isinstance(code, int) else 0

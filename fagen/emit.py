@@ -117,6 +117,8 @@ def write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
     Raises:
         ArgumentError: if the folder cannot be made or written.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"{folder} is no folder: give the folder to write the files into")
     paths = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

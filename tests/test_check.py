@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
 from fagen.problem import Problem, Shape
 from fagen.space import AnyConfig, axes, default_config, legal_configs, why_illegal
-from fagen.store import Card, Provenance, Record, Result
+from fagen.store import Card, Provenance, Record, RecordFile, Result, Skipped
 
+HERE = Path("sm90.yaml")
 SM90 = architecture("sm90")
 H200 = typical_device(SM90)
 PROBLEM = Problem(dtype="bf16", head_dim=64)
@@ -80,7 +82,7 @@ def test_records_are_judged(answers: dict[AnyConfig, Resources | CompileError]) 
     answers[slow] = CLEAN.model_copy(update={"spill_bytes": 96})
     answers[refused] = CompileError("refused", log="note: x\nk.cu(7): error: no such thing\n")
     records = [record(c) for c in (CONFIG, slow, refused, wide)] + [record(arch="sm80")]
-    report = check(SM90, records, sample=0)
+    report = check(SM90, [RecordFile(HERE, tuple(records))], sample=0)
     assert not report.ok
     faults = [judged.fault for judged in report.records]  # that of sm80 is left out
     assert faults[0] is None
@@ -92,7 +94,15 @@ def test_records_are_judged(answers: dict[AnyConfig, Resources | CompileError]) 
     assert "no such thing" in str(faults[2])
     assert report.records[0].registers == 128
     assert report.records[0].verified is None
-    assert check(SM90, records[:1], sample=0).ok
+    assert check(SM90, [RecordFile(HERE, (records[0],))], sample=0).ok
+
+
+def test_a_record_that_cannot_be_read_is_a_fault(
+    answers: dict[AnyConfig, Resources | CompileError],
+) -> None:
+    report = check(SM90, [RecordFile(HERE, skipped=(Skipped(7, "no template", {}),))], sample=0)
+    assert report.unreadable == ("sm90.yaml, line 7: no template",)
+    assert not report.ok
 
 
 def test_a_refused_sample_is_a_fault_and_a_slow_one_is_not(
@@ -124,7 +134,7 @@ def test_with_a_device_the_verdict_counts(
 
     monkeypatch.setattr("fagen.launch.LoadedKernel", lambda *_: None)
     monkeypatch.setattr("fagen.verify.verify", lambda kernel, *, device_index: Verdict())
-    (judged,) = check(SM90, [record()], sample=0, device_index=0).records
+    (judged,) = check(SM90, [RecordFile(HERE, (record(),))], sample=0, device_index=0).records
     assert (judged.verified, judged.fault) == (ok, fault)
 
 

@@ -87,7 +87,9 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*EMIT, "--set", "block_m=100"), "multiple of 16 (got '100')"),
         ((*EMIT, "--set", "block_m=144"), "64, 128 or 192"),
         ((*EMIT, "--set", "block_q=128"), "block_m, block_n, block_k"),
-        ((*EMIT, "--set", "block_m"), "block_m"),
+        ((*EMIT, "--set", "block_m"), "an axis and its value"),
+        ((*EMIT, "--set", "=128"), "an axis and its value"),
+        ((*EMIT[:-1], __file__), "is no folder"),
         ((*EMIT, "--set", "template=forward_sm70"), "forward_sm90"),
         ((*EMIT, "--format", "elf"), "cu, ptx, cubin"),
         (("emit", "--arch", "sm90", "--dtype", "bf16", "-o", "-"), "--head-dim"),
@@ -97,6 +99,9 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE, "--sampler", "oracle"), "tpe, random"),
         ((*TUNE, "--seqlen", "512;1024"), "512,2048,8192"),
         ((*TUNE, "--head-dim", "12"), "multiple of 8"),
+        ((*TUNE, "--head-dim", "0"), "greater than or equal to 8"),
+        ((*TUNE, "--budget", ""), "90s, 5m or 1h"),
+        ((*TUNE[:1], "--arch", ""), "sm80, sm86"),
         ((*TUNE, "--device", "3"), "CUDA device"),
         (("tune",), "--arch"),
         (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2"),
@@ -366,7 +371,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
     assert "own.yaml" in out
     assert "123" in out
     for said in (
-        "1 problems, 1 shapes",
+        "1 problem, 1 shape,",
         "A notice [with brackets].",
         "[1/1] forward_bf16_d64_causal: 1,234 configs of forward_sm90, 7 known from before",
         "1 of 50: best 200.0 us",
@@ -441,6 +446,27 @@ def test_a_closed_pipe_is_quiet() -> None:
     )  # fmt: skip
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["list", "list --json", "--help", " ".join(EMIT), "doctor"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="wants /dev/full")
+def test_a_full_disk_is_one_line(command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fagen.cli", *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.stderr == "fagen: cannot go on: No space left on device\n"
+    assert done.returncode == 2
+
+
+def test_a_closed_output_is_no_error() -> None:
+    run = f"{shlex.quote(sys.executable)} -m fagen.cli list >&-"
+    done = subprocess.run(["bash", "-c", run], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_ctrl_c_is_exit_code_130(fagen: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:

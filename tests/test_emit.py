@@ -188,7 +188,7 @@ def test_write_makes_the_folder_replaces_files_and_leaves_no_drafts(tmp_path: Pa
 
 def test_write_to_a_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="cannot write to"):
+    with pytest.raises(ArgumentError, match="is no folder"):
         write({"x.cu": ""}, tmp_path / "file")
 
 
