@@ -26,7 +26,7 @@ from fagen import model
 from fagen.compile import Compiled, compile_kernel
 from fagen.config import TEMPLATES, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
-from fagen.errors import CompileError, DeviceError, UnsupportedError
+from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
 from fagen.measure import median_and_spread
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Dtype, Problem, Shape, standard_shape
@@ -61,6 +61,7 @@ MODEL_SAMPLE = 8000  # legal configs that the static model looks at, 25 us each
 PICKS_PER_TILE = 2  # of one block_m and block_n, so that picks differ in what matters
 PREDICTED_FINALISTS = 8  # best predictions that are compiled, to see their registers
 COMPILE_SECONDS = 60.0
+MAX_SHAPE_BYTES = 1 << 40
 
 # For `estimate_seconds`.
 TASK_SECONDS = 8.0  # enumeration, start of the compile processes, final comparison
@@ -95,12 +96,12 @@ def standard_tasks(
     """
     tasks = []
     for dtype, head_dim, mask in itertools.product(dtypes, head_dims, causal):
+        problem = Problem(dtype=dtype, head_dim=head_dim, causal=mask)
         shapes = [
             standard_shape(head_dim, seqlen, seqlen, batch=batch, heads=heads, heads_kv=kv_heads)
             for seqlen in seqlens
         ]
         one_a_bucket = {shape.bucket(): shape for shape in shapes}
-        problem = Problem(dtype=dtype, head_dim=head_dim, causal=mask)
         tasks.append(Task(problem, tuple(one_a_bucket.values())))
     return tasks
 
@@ -266,6 +267,7 @@ def tune(
             assert arch is not None, "without a device, an architecture was asked for"
             device = typical_device(arch)
         path = Path(out) if out is not None else user_overlay_path(device.arch.name)
+        _check(tasks, template, device)
         check_can_save(path)
         if report is None:
             return _Prediction(device, template, fixed, seed, path, processes, on_event).run(tasks)
@@ -296,6 +298,24 @@ def tune(
     )
 
 
+def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
+    """Refuses what no trial could answer."""
+    allowed = device.arch.templates
+    if template is not None and template not in allowed:
+        raise ArgumentError(
+            f"template {template} does not run on {device.arch.name}: allowed are "
+            f"{', '.join(allowed)}"
+        )
+    for task in tasks:
+        for shape in task.shapes:
+            size = shape.bytes(task.problem)
+            if size > MAX_SHAPE_BYTES:
+                raise UnsupportedError(
+                    f"{task.problem}, {shape}: its tensors take {size / 1e9:,.0f} GB, more than "
+                    "any card has. Take a smaller batch or length"
+                )
+
+
 def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> DeviceReport | None:
     """The device to measure on, or None where only prediction is left."""
     try:
@@ -305,7 +325,7 @@ def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> Dev
             raise DeviceError(
                 f"{error}. To predict configs without a device, name one: --arch sm90"
             ) from None
-        why = f"there is no usable GPU ({error})"
+        why = str(error)
     else:
         if arch is None or arch == report.device.arch:
             return report

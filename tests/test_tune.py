@@ -14,7 +14,7 @@ import pytest
 from fagen import tune as tuning
 from fagen.compile import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.errors import CompileError, DeviceError
+from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
@@ -369,3 +369,23 @@ def test_saved_records_are_announced_with_their_file(tmp_path: Path) -> None:
     saved = [event for event in events if isinstance(event, RecordSaved)]
     assert tuple(event.record for event in saved) == result.records
     assert {event.path for event in saved} == {tmp_path / "tuned.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"arch": architecture("sm80"), "template": "forward_sm90"}, "allowed are forward_sm80"),
+        ({"tasks": standard_tasks(seqlens=[1 << 40])}, "more than any card has"),
+    ],
+)
+def test_what_no_trial_could_answer_is_refused_at_once(
+    arguments: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(self: Worker) -> DeviceReport:
+        raise DeviceError("no usable CUDA driver")
+
+    monkeypatch.setattr(Worker, "describe_device", none)
+    given: dict[str, Any] = {"tasks": TASKS, "arch": architecture("sm90")} | arguments
+    with pytest.raises(ArgumentError, match=said):
+        tune(**given, out=tmp_path / "x.yaml")
+    assert not (tmp_path / "x.yaml").exists()
