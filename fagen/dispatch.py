@@ -45,8 +45,8 @@ class Tier(IntEnum):
         """The tier in words."""
         return (
             "given",
-            "measured here",
-            "measured here, nearest bucket",
+            "measured for this device",
+            "measured for this device, nearest bucket",
             f"measured on another {arch} device",
             "predicted",
             "default",
@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def tier_name(self) -> str:
-        """The tier in words, such as "measured here"."""
+        """The tier in words, such as "predicted"."""
         return self.tier.title(self.device.arch.name)
 
     @property

@@ -96,7 +96,7 @@ def _devices() -> Iterator[Finding]:
     except FagenError as error:
         yield Finding(what="GPU", status="warn", found=_first_line(error), fix=COMPILE_ONLY)
         return
-    yield Finding(what="driver", status="ok", found=f"for CUDA {version}")
+    yield Finding(what="driver", status="ok", found=f"for CUDA {version[0]}.{version[1]}")
     for index, card in enumerate(cards):
         yield Finding(what=f"GPU {index}", status="ok", found=str(card))
 
@@ -146,7 +146,7 @@ def _records() -> Iterator[Finding]:
     yield Finding(
         what="records",
         status="ok" if records else "warn",
-        found=found + (f"; {skipped} of another version skipped" if skipped else ""),
+        found=found + (f"; {skipped} skipped, `fagen list` says why" if skipped else ""),
         fix=None if records else "fagen tune",
     )
 

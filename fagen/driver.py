@@ -25,7 +25,7 @@ FATAL = range(700, 720)  # illegal address, launch timeout, ...: the context is 
 def _no_driver(why: str) -> DeviceError:
     return DeviceError(
         f"no usable CUDA driver ({why}): install an NVIDIA driver for CUDA "
-        f"{MIN_DRIVER[0]}.{MIN_DRIVER[1]} or newer, then check with `fagen doctor`"
+        f"{MIN_DRIVER[0]}.{MIN_DRIVER[1]} or newer"
     )
 
 
@@ -57,7 +57,9 @@ def _cu() -> Any:
     try:
         (status,) = cu.cuInit(0)
     except RuntimeError as error:  # DynamicLibNotFoundError, or a symbol that is not there
-        raise _no_driver(str(error).split(". ")[0]) from None
+        missing = type(error).__name__ == "DynamicLibNotFoundError"
+        why = "libcuda.so.1 is not found" if missing else str(error).split(". ")[0]
+        raise _no_driver(why) from None
     if int(status) != 0:
         raise _no_driver(f"cuInit reports {status.name}")
     version = check(cu.cuDriverGetVersion())

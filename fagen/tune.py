@@ -332,7 +332,7 @@ def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> Dev
         why = f"GPU {worker.device_index} is {report.device}"
     on_event(
         Notice(
-            f"Nothing will be measured, since {why}: the configs for {arch.name} are chosen by "
+            f"Nothing will be measured: {why}. The configs for {arch.name} are chosen by "
             f"the static model, for {typical_device(arch).name}, and marked as predicted."
         )
     )

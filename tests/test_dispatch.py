@@ -285,7 +285,7 @@ def test_a_choice_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             choose(PROBLEM, SHAPE, H200, store=opened)
     [message] = [r.getMessage() for r in caplog.records if r.name == "fagen.dispatch"]
-    assert "measured here" in message
+    assert "measured for this device" in message
 
 
 def test_choosing_imports_neither_jinja2_nor_optuna(tmp_path: Path) -> None:
