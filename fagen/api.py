@@ -239,7 +239,7 @@ def explain(
     problem = Problem(
         dtype=first.dtype,
         head_dim=first.view.shape[3],
-        causal=causal,
+        causal=bool(causal),
         alignment=arrays.alignment(*operands),
     )
     shape = Shape(**lengths._asdict())

@@ -159,19 +159,25 @@ def to_cupy(array: Any, name: str) -> Any:
     if hasattr(array, "__dlpack_device__"):
         if array.__dlpack_device__()[0] not in DLPACK_CUDA:
             raise ArgumentError(f"{name} is in host memory: allowed are arrays on a CUDA device")
-        _cupy()  # says what to install
-        import cupy
-
-        return cupy.from_dlpack(array)
+        return _taken_by("from_dlpack", array, name)
     if hasattr(array, "__cuda_array_interface__"):
-        _cupy()
-        import cupy
-
-        return cupy.asarray(array)
+        return _taken_by("asarray", array, name)
     raise ArgumentError(
         f"{name} is of type {type(array).__name__}: allowed are torch tensors, CuPy arrays and "
         "other arrays with DLPack or __cuda_array_interface__, on a CUDA device"
     )
+
+
+def _taken_by(function: str, array: Any, name: str) -> Any:
+    _cupy()  # says what to install
+    import cupy
+
+    try:
+        return getattr(cupy, function)(array)
+    except Exception as error:  # of any type: another package made the array
+        raise ArgumentError(
+            f"{name}, of type {type(array).__name__}, is refused by cupy.{function}: {error}"
+        ) from error
 
 
 def from_cupy(result: Any, like: Any) -> Any:

@@ -258,10 +258,16 @@ def _run_nvrtc(source: str, arch: Architecture, kernel_name: str) -> tuple[bytes
     nvrtc_version()  # loads the library, or says how to install it
     try:
         from cupy_backends.cuda.libs import nvrtc
+
+        program = nvrtc.createProgram(source, f"{kernel_name}.cu", (), ())  # imports CuPy
     except ImportError:
         raise _missing("CuPy is not installed") from None
+    except OSError as error:  # read-only homes are common in containers
+        raise CacheError(
+            f"CuPy cannot make its cache folder {error.filename} ({error.strerror}): set "
+            "CUPY_CACHE_DIR to a folder that you can write"
+        ) from None
     options = (f"-arch={arch.target}", *OPTIONS, f"-I{_header_folder()}")
-    program = nvrtc.createProgram(source, f"{kernel_name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)

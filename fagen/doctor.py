@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from fagen.errors import DeviceError, FagenError
+from fagen.errors import DeviceError, FagenError, MissingDependencyError
 
 INSTALL = 'pip install "fagen[cuda13]"   # or fagen[cuda12]'
 COMPILE_ONLY = "none needed to compile: emit, check and predicted tuning work without one"
@@ -78,7 +78,8 @@ def _nvrtc() -> Iterator[Finding]:
     try:
         compiled = compile_source(source, architecture("sm90"), "probe", cached=False)
     except FagenError as error:
-        yield Finding(what="NVRTC", status="fail", found=_first_line(error), fix=INSTALL)
+        fix = INSTALL if isinstance(error, MissingDependencyError) else None
+        yield Finding(what="NVRTC", status="fail", found=_first_line(error), fix=fix)
     else:
         yield Finding(
             what="NVRTC", status="ok", found=f"{compiled.nvrtc}, compiles with the CUDA headers"

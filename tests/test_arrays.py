@@ -163,3 +163,11 @@ def test_a_result_goes_back_to_the_framework_that_asks_for_it() -> None:
 
     assert arrays.from_cupy("result", Theirs()) == ("theirs", "result")
     assert arrays.from_cupy("result", object()) == "result"
+
+
+def test_what_cupy_refuses_is_named() -> None:
+    class Torn:
+        __cuda_array_interface__ = "torn"
+
+    with pytest.raises(ArgumentError, match="q, of type Torn, is refused by"):
+        arrays.to_cupy(Torn(), "q")
