@@ -6,33 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import H200, some_record
 
 from fagen import check as room
 from fagen.check import check, measure_space, sample_space, whole_space
 from fagen.compile import Compiled, Resources
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
-from fagen.problem import Problem, Shape
+from fagen.problem import Problem
 from fagen.space import AnyConfig, axes, default_config, legal_configs, why_illegal
-from fagen.store import Card, Provenance, Record, RecordFile, Result, Skipped
+from fagen.store import Card, Record, RecordFile, Skipped
 
 HERE = Path("sm90.yaml")
 SM90 = architecture("sm90")
-H200 = typical_device(SM90)
 PROBLEM = Problem(dtype="bf16", head_dim=64)
 CONFIG = default_config(PROBLEM, H200)
 CLEAN = Resources(registers=128, spill_bytes=0, stack_bytes=0, smem_bytes=0)
 
 
 def record(config: AnyConfig = CONFIG, arch: str = "sm90") -> Record:
-    return Record(
-        problem=PROBLEM,
-        shape=Shape(batch=1, seqlen_q=64, seqlen_k=64, heads_q=1, heads_kv=1),
-        device=Card(name=H200.name, sm_count=H200.sm_count, arch=arch),
-        config=config,
-        result=Result(kind="predicted", median_us=1, tflops=1, trials=1, policy="model"),
-        provenance=Provenance.of("text", b"cubin", nvrtc="13.0"),
-    )
+    card = Card(name=H200.name, sm_count=H200.sm_count, arch=arch)
+    return some_record(PROBLEM, config, card=card, kind="predicted")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from records import some_record
 from typer.main import get_command
 
 from fagen import __version__, cli, driver
@@ -23,7 +24,7 @@ from fagen.errors import DeviceError
 from fagen.outcome import Measured
 from fagen.search import Tried
 from fagen.space import AnyConfig, default_config
-from fagen.store import Card, Provenance, Record, Result
+from fagen.store import Card
 from fagen.tune import (
     Notice,
     OnEvent,
@@ -333,15 +334,8 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
         for done, tried in enumerate((slow, fast), 1):
             on_event(TrialDone(task.problem, shape, tried, tried, True, done, 50, {"wrong": 3}))
         on_event(PhaseChanged(task.problem, "finish"))
-        record = Record(
-            problem=task.problem,
-            shape=shape,
-            device=Card.of(device),
-            config=fast.config,
-            result=Result(
-                kind="measured", median_us=100.0, tflops=123.0, trials=2, policy="cold-queued"
-            ),
-            provenance=Provenance.of("text", b"cubin", nvrtc="13.0"),
+        record = some_record(
+            task.problem, fast.config, card=Card.of(device), median_us=100.0, tflops=123.0
         )
         on_event(RecordSaved(record, tmp_path / "own.yaml"))
         return TuneResult(

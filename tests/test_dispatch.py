@@ -8,11 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from records import H200, some_record
 
 from fagen import dispatch, store
 from fagen.config import Sm80Forward, Sm90Forward
@@ -21,9 +21,8 @@ from fagen.dispatch import Choice, Tier, choose, tier_table
 from fagen.errors import ConfigError
 from fagen.problem import Problem, Shape
 from fagen.space import AnyConfig, default_config, why_illegal
-from fagen.store import Card, Provenance, Record, Result, Store, digest, save_records
+from fagen.store import Card, Record, Store, digest, save_records
 
-H200 = KNOWN_DEVICES["NVIDIA H200"]
 H100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]
 H20 = KNOWN_DEVICES["NVIDIA H20"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
@@ -47,19 +46,13 @@ def make_record(
     problem: Problem = PROBLEM,
     fresh: bool = True,
 ) -> Record:
-    return Record(
-        problem=problem,
-        shape=SHAPE.model_copy(update={"seqlen_q": seqlen, "seqlen_k": seqlen}),
-        device=Card.of(device),
-        config=config,
-        result=Result(kind=kind, median_us=100, tflops=600, trials=80, policy="cold-l2"),
-        provenance=Provenance(
-            date=date(2026, 1, 2),
-            fagen="0.1.0",
-            nvrtc="13.0",
-            text=digest(text_of(problem, config)) if fresh else "older",
-            cubin="0" * 16,
-        ),
+    return some_record(
+        problem,
+        config,
+        seqlen=seqlen,
+        card=Card.of(device),
+        kind=kind,
+        text=digest(text_of(problem, config)) if fresh else "older",
     )
 
 

@@ -1,24 +1,25 @@
+"""Emitted files: what they say, and that they compile, link and pass their own check."""
+
 from __future__ import annotations
 
 import shutil
 import subprocess
-from datetime import date
 from pathlib import Path
 
 import pytest
+from records import H200, some_record
 
 from fagen import __version__
 from fagen.compile import compile_kernel
 from fagen.device import architecture, typical_device
 from fagen.emit import emit, emit_all, write
 from fagen.errors import ArgumentError, ConfigError
-from fagen.problem import Problem, Shape
+from fagen.problem import Problem
 from fagen.render import kernel_name, render
 from fagen.space import AnyConfig, default_config
-from fagen.store import Card, Provenance, Record, Result
+from fagen.store import Card, Record
 
 SM90 = architecture("sm90")
-H200 = typical_device(SM90)
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
 CONFIG = default_config(PROBLEM, H200)
 NAME = "forward_bf16_d128_causal_sm90"
@@ -31,27 +32,15 @@ def record(
     config: AnyConfig = CONFIG,
     arch: str = "sm90",
 ) -> Record:
-    return Record(
-        problem=PROBLEM,
-        shape=Shape(batch=4, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=16, heads_kv=16),
-        device=Card(name=device, sm_count=132, arch=arch),
-        config=config,
-        result=Result(
-            kind="measured",
-            median_us=412.5,
-            tflops=633.0,
-            trials=117,
-            speedup_over_default=1.08,
-            policy="cold-l2",
-        ),
-        provenance=Provenance(
-            date=date(2025, 12, 24),
-            fagen="0.0.7",
-            nvrtc="13.0",
-            driver="580.1",
-            text="0" * 16,
-            cubin="0" * 16,
-        ),
+    return some_record(
+        PROBLEM,
+        config,
+        seqlen=seqlen,
+        card=Card(name=device, sm_count=132, arch=arch),
+        median_us=412.5,
+        tflops=633.0,
+        trials=117,
+        speedup_over_default=1.08,
     )
 
 
@@ -97,10 +86,10 @@ def test_header_of_a_config_that_was_set_by_hand() -> None:
 def test_header_of_a_record_tells_where_it_comes_from() -> None:
     kernel = text(emit(PROBLEM, CONFIG, SM90, record=record()), f"{NAME}.cu")
     for words in (
-        "measured on NVIDIA H200 (132 SMs), 2025-12-24, 117 configs",
+        "measured on NVIDIA H200 (132 SMs), 2026-01-02, 117 configs",
         "412.5 us, 633 TFLOP/s at b4 q4096 k4096 h16/16",
         "1.08 times the speed of the default config",
-        "fagen 0.0.7, NVRTC 13.0, driver 580.1",
+        "fagen 0.1.0, NVRTC 13.0, driver 13.0",
     ):
         assert words in kernel
     assert "not tuned" not in kernel

@@ -7,48 +7,34 @@ import multiprocessing
 import os
 import time
 import timeit
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
+from records import H200, some_record
 
 from fagen import store
-from fagen.device import KNOWN_DEVICES
 from fagen.errors import StoreError
-from fagen.problem import Problem, Shape
+from fagen.problem import Problem
 from fagen.space import default_config
 from fagen.store import (
-    Card,
-    Provenance,
     Record,
-    Result,
     Store,
     check_can_save,
     load_records,
     save_records,
 )
 
-H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
 
 
 def make_record(
     problem: Problem = PROBLEM, seqlen: int = 4096, kind: Any = "measured", **result: Any
 ) -> Record:
-    timing = {"median_us": 123.4, "tflops": 612.3, "trials": 80, "policy": "cold-l2"} | result
-    return Record(
-        problem=problem,
-        shape=Shape(batch=4, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=16, heads_kv=16),
-        device=Card.of(H200),
-        config=default_config(problem, H200),
-        result=Result(kind=kind, **timing),
-        provenance=Provenance(
-            date=date(2026, 1, 2), fagen="0.1.0", nvrtc="13.0", text="0f" * 8, cubin="1e" * 8
-        ),
-    )
+    config = default_config(problem, H200)
+    return some_record(problem, config, seqlen=seqlen, kind=kind, **result)
 
 
 def many_records() -> list[Record]:
