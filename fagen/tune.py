@@ -503,7 +503,7 @@ class _Tuning:
         candidates = [(compiled, config) for config, compiled in kernels.items()]
         try:
             times = self.worker.compare(candidates, problem, shape)
-        except (DeviceError, CompileError) as error:
+        except DeviceError as error:
             self.on_event(Notice(f"{problem}, {shape}: no record, since the finalists: {error}."))
             return None
         medians = {name: median_and_spread(values) for name, values in times.items()}

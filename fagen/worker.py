@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fagen.compile import Compiled
 from fagen.device import Device
-from fagen.errors import CompileError, CudaError, DeviceError, FagenError
+from fagen.errors import CudaError, DeviceError, FagenError
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.processes import spawn
@@ -316,7 +316,7 @@ def _compare(
     for compiled, config in candidates:
         verdict = _verdict(_Key(compiled), problem, config, device_index)
         if not verdict.ok:
-            raise CompileError(f"{config} was right and is wrong now: {verdict.reason}")
+            raise DeviceError(f"{config} was right and is wrong now: {verdict.reason}")
         kernel = _load(_Key(compiled), problem, config)
         calls[str(config)] = call_of(kernel, shape, device_index)
     torch_call = _torch_call(problem, shape, device_index)
