@@ -17,7 +17,7 @@ import pytest
 from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compiled, fake_torch
 
 import fagen
-from fagen import api, arrays
+from fagen import api, arrays, reference
 from fagen.compile import compile_kernel
 from fagen.config import Sm80Forward, Sm90Forward
 from fagen.errors import ArgumentError, ConfigError, UnsupportedError
@@ -285,27 +285,6 @@ def test_explain_names_the_kernel_and_launches_nothing(fake: Fake) -> None:
 # ---- on a real one ----
 
 
-def expected(
-    q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None
-) -> tuple[Any, Any]:
-    """Output and LSE in float64 by NumPy; arrays are (batch, seqlen, heads, head_dim)."""
-    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(array, group, axis=2) for array in (k, v))
-    factor = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * factor
-    if causal:
-        rows = np.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
-        scores = np.where(np.arange(k.shape[1])[None, :] <= rows, scores, -np.inf)
-    top = np.max(scores, axis=-1, initial=-np.inf, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
-    total = weights.sum(axis=-1, keepdims=True)
-    out = np.einsum("bhqk,bkhd->bqhd", weights / np.where(total == 0, 1.0, total), v)
-    with np.errstate(divide="ignore"):
-        lse = (np.log(total) + top)[..., 0]
-    return out, lse
-
-
 def assert_close(got: Any, wanted: Any) -> None:
     """16-bit results against float64."""
     np.testing.assert_allclose(got, wanted, rtol=2e-2, atol=2e-2)
@@ -345,7 +324,7 @@ def host(tensor: Any) -> Any:
 def check(torch: Any, q: Any, k: Any, v: Any, causal: bool = False, **options: Any) -> Any:
     """Calls attention and compares; returns the output."""
     out, lse = fagen.attention(q, k, v, causal=causal, return_lse=True, **options)
-    wanted, wanted_lse = expected(host(q), host(k), host(v), causal)
+    wanted, wanted_lse = reference.attention(host(q), host(k), host(v), causal=causal)
     assert type(out) is torch.Tensor
     assert (out.dtype, out.device, out.shape) == (q.dtype, q.device, q.shape)
     assert_close(host(out), wanted)
@@ -389,7 +368,8 @@ def test_out_may_have_strides_of_its_own(torch: Any) -> None:
 def test_scale_zero_is_the_mean_of_the_visible_values(torch: Any) -> None:
     q, k, v = random_qkv(torch)
     out = fagen.attention(q, k, v, causal=True, softmax_scale=0.0)
-    assert_close(host(out), expected(host(q), host(k), host(v), True, 0.0)[0])
+    wanted, _ = reference.attention(host(q), host(k), host(v), causal=True, softmax_scale=0.0)
+    assert_close(host(out), wanted)
 
 
 @pytest.mark.gpu
@@ -414,7 +394,7 @@ def test_cupy_round_trip() -> None:
     )
     assert isinstance(out, cupy.ndarray)
     assert (out.dtype, out.shape, lse.dtype) == (np.float16, q.shape, np.float32)
-    wanted, wanted_lse = expected(q, k, v, True)
+    wanted, wanted_lse = reference.attention(q, k, v, causal=True)
     assert_close(cupy.asnumpy(out), wanted)
     np.testing.assert_allclose(cupy.asnumpy(lse), wanted_lse, rtol=0, atol=2e-3)
 
@@ -431,7 +411,7 @@ def test_cupy_takes_bf16_and_its_own_stream() -> None:
         out = fagen.attention(cupy.asarray(q), cupy.asarray(k), cupy.asarray(v))
         assert out.dtype == ml_dtypes.bfloat16
         got = cupy.asnumpy(out, stream=stream).astype(np.float64)
-    assert_close(got, expected(q, k, v)[0])
+    assert_close(got, reference.attention(q, k, v)[0])
 
 
 @pytest.mark.gpu
@@ -442,7 +422,8 @@ def test_negative_strides_of_cupy_views() -> None:
     views = [cupy.asarray(array)[:, ::-1] for array in (q, k, v)]
     assert fagen.explain(*views).problem.alignment == 2
     out = fagen.attention(*views, causal=True)
-    assert_close(cupy.asnumpy(out), expected(q[:, ::-1], k[:, ::-1], v[:, ::-1], True)[0])
+    wanted, _ = reference.attention(q[:, ::-1], k[:, ::-1], v[:, ::-1], causal=True)
+    assert_close(cupy.asnumpy(out), wanted)
 
 
 class ByDlpack:
@@ -645,7 +626,8 @@ def test_more_heads_than_a_grid_dimension_has_blocks(torch: Any) -> None:
     out = fagen.attention(q, k, v)
     for first in (0, 65_530, batch - 10):
         part = slice(first, first + 10)
-        assert_close(host(out[part]), expected(*(host(t[part]) for t in (q, k, v)))[0])
+        wanted, _ = reference.attention(host(q[part]), host(k[part]), host(v[part]))
+        assert_close(host(out[part]), wanted)
 
 
 @pytest.mark.gpu
