@@ -25,7 +25,7 @@ from fagen.config import Sm90Forward
 from fagen.device import Architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
 from fagen.problem import Problem
-from fagen.render import fold, kernel_name, render
+from fagen.render import NUMBER, fold, kernel_name, render
 from fagen.space import AnyConfig, default_config, why_illegal
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def _sources(
         "persistent": isinstance(config, Sm90Forward) and config.persistent,
         "map_type": _MAP_TYPE[problem.dtype],
         "roundoff": _ROUNDOFF[problem.dtype],
+        **NUMBER[problem.dtype],
     }
     return {
         f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fagen.cupy_device import helper_kernel, on_device
 from fagen.problem import Dtype, Problem
+from fagen.render import NUMBER
 
 if TYPE_CHECKING:
     from fagen.launch import TensorView
@@ -36,11 +37,6 @@ NUMPY_DTYPE: dict[Dtype, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 EPSILON: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of a float at 1
-# What reference_forward.cu.j2 converts with: CUDA's own types.
-ELEMENT: dict[Dtype, dict[str, str]] = {
-    "fp16": {"element": "__half", "element_header": "cuda_fp16.h"},
-    "bf16": {"element": "__nv_bfloat16", "element_header": "cuda_bf16.h"},
-}
 REFERENCE_THREADS = 256  # kThreads of templates/reference_forward.cu.j2
 
 
@@ -199,7 +195,7 @@ def attention_on_device(
             "reference_forward",
             "reference_forward.cu",
             device_index,
-            **ELEMENT[problem.dtype],
+            **NUMBER[problem.dtype],
         )
         out = cupy.empty((3, rows.size, head_dim), np.float64)
         lse = cupy.empty(rows.size, np.float64)

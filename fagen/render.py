@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 ELEMENT = {"bf16": "Bfloat16", "fp16": "Half"}  # of ptx.cuh
+# CUDA's own types, for code that computes with single elements.
+NUMBER = {
+    "bf16": {"number": "__nv_bfloat16", "number_header": "cuda_bf16.h"},
+    "fp16": {"number": "__half", "number_header": "cuda_fp16.h"},
+}
 PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
 _LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 

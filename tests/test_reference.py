@@ -13,7 +13,7 @@ from fagen.compile import compile_source
 from fagen.device import architecture
 from fagen.problem import DTYPES, Dtype, Problem, Shape
 from fagen.reference import NUMPY_DTYPE
-from fagen.render import fold
+from fagen.render import NUMBER, fold
 from fagen.verify import random_inputs
 
 ULP: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # at 1
@@ -117,7 +117,7 @@ def test_wide_inputs_are_not_rounded() -> None:
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_compiles(dtype: Dtype, arch: str) -> None:
-    source = fold("reference_forward.cu", **reference.ELEMENT[dtype])
+    source = fold("reference_forward.cu", **NUMBER[dtype])
     resources = compile_source(source, architecture(arch), "reference_forward").resources
     assert resources.why_bad() is None
     assert resources.smem_bytes == 4 * 8 * reference.REFERENCE_THREADS

@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int kSmemBytes = 164864;
+constexpr int kDynamicSmemBytes = 164864;
 constexpr int kAccessBytes = 16;  // what bases and strides are multiples of
 constexpr long long kL2Bytes = 32 << 20;  // for the K and V of the heads that run side by side
 
@@ -148,12 +148,13 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
   }
 
   const auto kernel = forward_bf16_d128_causal_sm90_kernel;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kDynamicSmemBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(static_cast<unsigned>(blocks));
   launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = kSmemBytes;
+  launch.dynamicSmemBytes = kDynamicSmemBytes;
   launch.stream = stream;
   return cudaLaunchKernelEx(&launch, kernel, q_map, k_map, v_map, o_map, params);
 }

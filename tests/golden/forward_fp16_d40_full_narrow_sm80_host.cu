@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int kSmemBytes = 24576;
+constexpr int kDynamicSmemBytes = 24576;
 constexpr int kAccessBytes = 2;  // what bases and strides are multiples of
 constexpr long long kL2Bytes = 32 << 20;  // for the K and V of the heads that run side by side
 
@@ -98,12 +98,13 @@ extern "C" cudaError_t forward_fp16_d40_full_narrow_sm80_launch(
   cudaError_t error;
 
   const auto kernel = forward_fp16_d40_full_narrow_sm80_kernel;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kDynamicSmemBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(static_cast<unsigned>(blocks));
   launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = kSmemBytes;
+  launch.dynamicSmemBytes = kDynamicSmemBytes;
   launch.stream = stream;
   return cudaLaunchKernelEx(&launch, kernel, params);
 }

@@ -9,6 +9,8 @@
 #define forward_fp16_d40_full_narrow_sm80_kernel forward_fp16_d40_full_narrow_sm80_checked_kernel
 #include "forward_fp16_d40_full_narrow_sm80_host.cu"  // the launcher, and with it the kernel
 
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -33,6 +35,8 @@ constexpr Shape kShapes[] = {
     {1, 2, 1, 70, 0},     // no key
     {1, 2, 1, 0, 70},     // no query
 };
+
+using Number = __half;  // an Element that converts to float and back
 
 // Elements that lie unused before the tensor and after each row of heads: odd where the kernel
 // allows any alignment. The check poisons them.
@@ -66,9 +70,9 @@ struct PaddedTensor {
 
   std::size_t bytes() const { return host.size() * sizeof(Element); }
   void* base() const { return static_cast<Element*>(device) + kPadding; }
-  Element* row(int b, int i, int h) {
+  Number* row(int b, int i, int h) {
     const long long offset = kPadding + b * strides[0] + i * strides[1] + h * strides[2];
-    return reinterpret_cast<Element*>(host.data()) + offset;
+    return reinterpret_cast<Number*>(host.data()) + offset;
   }
   double at(int b, int i, int h, int d) { return static_cast<float>(row(b, i, h)[d]); }
 
@@ -78,7 +82,7 @@ struct PaddedTensor {
       for (int i = 0; i < rows; ++i)
         for (int h = 0; h < heads; ++h)
           for (int d = 0; d < kHeadDim; ++d)
-            row(b, i, h)[d] = static_cast<Element>(normal(generator));
+            row(b, i, h)[d] = static_cast<Number>(normal(generator));
   }
   void upload() {
     check(cudaMemcpy(device, host.data(), bytes(), cudaMemcpyHostToDevice), "upload");
