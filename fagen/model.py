@@ -61,6 +61,7 @@ L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys ju
 TAIL_FULL = 0.65  # share of the last wave's idle time that is really lost: fit
 TAIL_HEAD_AFTER_HEAD = 0.9  # causal, how much of a longest tile sticks out at the end: fit
 
+BARRIER_CYCLES = 40.0  # __syncthreads of a block, beside the wait for its copies
 # Exponents p of the overlap: fit.
 NORM = {"forward_sm90": 2.7, "forward_sm80": 2.5}
 NORM_OVERLAP = 0.15  # the `overlap` axis
@@ -275,6 +276,14 @@ def register_factor(
     return 1.0 + NO_REGISTERS_LEFT * missing
 
 
+def slice_cycles(config: AnyConfig, problem: Problem) -> float:
+    """Barriers between the slices of K, in each step with one stage, else in a tile's first."""
+    if isinstance(config, Sm90Forward):  # its consumers wait without meeting
+        return 0.0
+    slices = arithmetic.head_dim_padded(config, problem) // config.block_k
+    return BARRIER_CYCLES * (slices - 1)
+
+
 # ---- a step, a tile, a kernel ----
 
 
@@ -317,6 +326,8 @@ def step_of(
     latency = LAZY_CYCLES if config.lazy_rescale else RESCALE_LATENCY * rescale / groups
     norm = NORM[config.template]
     stages_ahead = config.stages - 1.0
+    if config.stages == 1:
+        latency += slice_cycles(config, problem)
     if isinstance(config, Sm90Forward):
         if not config.ping_pong:
             softmax *= 1 + COLLISION * (groups - 1)
@@ -395,6 +406,7 @@ def kernel_of(
     readers = readers_of_keys(problem, shape, config, head.tiles, slots)
     unshared = L2_UNSHARED / math.sqrt(readers)
     start = TILE_CYCLES * (PERSISTENT_TILE if persistent else 1.0)
+    start += slice_cycles(config, problem)
     step = step_of(problem, config, device, head.masked / head.total, resources)
 
     def tile(steps: float, blocks: int) -> float:
