@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fagen import config as arithmetic
+from fagen.config import AnyConfig
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
 from fagen.problem import DTYPES, Problem
-from fagen.space import RULES, AnyConfig, axes, legal_configs, why_illegal
+from fagen.space import RULES, axes, legal_configs, why_illegal
 
 if TYPE_CHECKING:
     from fagen.compile import Compiled
@@ -235,7 +235,7 @@ def _judge_record(
         config=str(record.config),
         fault=fault,
         registers=compiled.resources.registers if compiled else None,
-        smem_bytes=arithmetic.smem_bytes(record.config, record.problem) if compiled else None,
+        smem_bytes=record.config.smem_bytes(record.problem) if compiled else None,
         verified=verified,
     )
 

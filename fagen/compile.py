@@ -36,12 +36,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from fagen import config as config_module
 from fagen import problem as problem_module
 from fagen import render
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import AnyConfig
 from fagen.device import Architecture
 from fagen.errors import CacheError, CompileError, MissingDependencyError
 from fagen.problem import Problem
-
-AnyConfig = Sm80Forward | Sm90Forward
 
 CACHE_VERSION = 2  # part of every key: raised when an entry's files change their meaning
 # Beside the target and the header folder. NVRTC 13.0 takes generic lambdas for host code unless

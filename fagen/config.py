@@ -1,10 +1,12 @@
 """The answer: one point of a template's space, and what follows from it by arithmetic.
 
-The templates repeat these sums as `static_assert`s, so Python and CUDA cannot drift apart.
+The sizes that follow from a config are computed by its class and nowhere else. The templates
+repeat these sums as `static_assert`s, so Python and CUDA cannot drift apart.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -81,6 +83,46 @@ class _Config(BaseModel):
                 words.append(f"{name}={value}")
         return f"{self.template} {' '.join(words)}"
 
+    @property
+    def chunk(self) -> int:
+        """Columns that lie side by side in shared memory: one swizzle span, 32 to 128 bytes."""
+        return next(columns for columns in (64, 32, 16) if self.block_k % columns == 0)
+
+    def head_dim_padded(self, problem: Problem) -> int:
+        """Columns of a Q, K or V row in shared memory."""
+        return round_up(problem.head_dim, self.block_k)
+
+    def tile_bytes(self, problem: Problem) -> tuple[int, int]:
+        """Shared memory of the Q tile, and of the K and V rings together."""
+        row = self.head_dim_padded(problem) * ELEMENT_BYTES
+        return self.block_m * row, 2 * self.stages * self.block_n * row
+
+    def register_cap(self, registers_per_sm: int = 65536) -> int:
+        """Registers per thread at entry, as `__launch_bounds__` makes the compiler allot them.
+
+        The SM's four schedulers share its registers and deal out the warps of all blocks evenly.
+        """
+        warps = self.min_blocks_per_sm * -(-self.threads // WARP)
+        per_thread = registers_per_sm // SCHEDULERS // (-(-warps // SCHEDULERS) * WARP)
+        return min(per_thread // 8 * 8, MAX_REGISTERS)
+
+    def computing_registers(self, registers_per_sm: int = 65536) -> int:
+        """Registers that a computing thread may take: the cap, if no thread gives any up."""
+        return self.register_cap(registers_per_sm)
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads per block."""
+
+    @abstractmethod
+    def smem_bytes(self, problem: Problem) -> int:
+        """Dynamic shared memory of a block, in bytes, as the template asserts it."""
+
+    @abstractmethod
+    def accumulator_registers(self, problem: Problem) -> int:
+        """Registers that O, S and P (and Q where it is kept) take in a computing thread."""
+
 
 class Sm80Forward(_Config):
     """A config of templates/forward_sm80.cu.j2: mma.sync, ldmatrix, cp.async.
@@ -94,6 +136,20 @@ class Sm80Forward(_Config):
     template: Literal["forward_sm80"] = "forward_sm80"
     warps: int = Field(default=4, ge=1, le=16)
     q_in_registers: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    def smem_bytes(self, problem: Problem) -> int:
+        q, ring = self.tile_bytes(problem)
+        # Q's fragments are in registers before the rings fill: they may share their place.
+        return max(q, ring) if self.q_in_registers else q + ring
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        row_tiles = max(self.block_m // (16 * self.warps), 1)
+        q = self.head_dim_padded(problem) // 4 if self.q_in_registers else 0
+        return row_tiles * (problem.head_dim // 2 + self.block_n // 2 + q)
 
 
 class Sm90Forward(_Config):
@@ -118,16 +174,53 @@ class Sm90Forward(_Config):
     persistent: bool = False
     p_in_smem: bool = False
 
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute: one for each 64 rows, wgmma's M."""
+        return self.block_m // 64
 
-Config = Annotated[Sm80Forward | Sm90Forward, Field(discriminator="template")]
-TEMPLATES: dict[str, type[Sm80Forward] | type[Sm90Forward]] = {
+    @property
+    def threads(self) -> int:
+        producer = WARPGROUP if self.producer_registers else WARP
+        return self.consumer_warpgroups * WARPGROUP + producer
+
+    def consumer_registers(self, registers_per_sm: int = 65536) -> int:
+        """Registers of a consumer thread: the block's pool less the producer's, by setmaxnreg's
+        rule that all warpgroups together hold no more than they did at entry.
+        """
+        cap = self.register_cap(registers_per_sm)
+        if self.producer_registers == 0:
+            return cap
+        warpgroups = self.consumer_warpgroups
+        pool = cap * (warpgroups + 1) - self.producer_registers
+        return min(pool // warpgroups // 8 * 8, 240)
+
+    def computing_registers(self, registers_per_sm: int = 65536) -> int:
+        return self.consumer_registers(registers_per_sm)
+
+    def smem_bytes(self, problem: Problem) -> int:
+        q, ring = self.tile_bytes(problem)
+        p = self.block_m * round_up(self.block_n, 64) * ELEMENT_BYTES if self.p_in_smem else 0
+        slices = self.head_dim_padded(problem) // self.block_k
+        # Q: full per slice, empty. Each stage: K full per slice, K empty, V full, V empty.
+        barriers = (slices + 1) + self.stages * (slices + 3)
+        return round_up(q + ring + p + barriers * BARRIER_BYTES, SMEM_ALIGNMENT)
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        both = self.overlap and not self.p_in_smem  # S of one block beside P of the last
+        return problem.head_dim // 2 + self.block_n // 2 + (self.block_n // 4 if both else 0)
+
+
+AnyConfig = Sm80Forward | Sm90Forward
+Config = Annotated[AnyConfig, Field(discriminator="template")]  # as a field of a model
+TEMPLATES: dict[str, type[AnyConfig]] = {
     "forward_sm80": Sm80Forward,
     "forward_sm90": Sm90Forward,
 }
-_ADAPTER: TypeAdapter[Sm80Forward | Sm90Forward] = TypeAdapter(Config)
+_ADAPTER: TypeAdapter[AnyConfig] = TypeAdapter(Config)
 
 
-def parse_config(fields: dict[str, Any]) -> Sm80Forward | Sm90Forward:
+def parse_config(fields: dict[str, Any]) -> AnyConfig:
     """The config with these fields, `template` among them.
 
     Raises:
@@ -148,76 +241,3 @@ def one_line(error: ValidationError) -> str:
         message = detail["msg"].removeprefix("Value error, ")
         parts.append(f"{where}: {message}{got}" if where else f"{message}{got}")
     return "; ".join(parts)
-
-
-# ---- derived sizes: the single place where they are computed ----
-
-
-def head_dim_padded(config: _Config, problem: Problem) -> int:
-    """Columns of a Q, K or V row in shared memory."""
-    return round_up(problem.head_dim, config.block_k)
-
-
-def chunk(config: _Config) -> int:
-    """Columns that lie side by side in shared memory: one swizzle span, 32 to 128 bytes."""
-    return next(columns for columns in (64, 32, 16) if config.block_k % columns == 0)
-
-
-def consumer_warpgroups(config: Sm90Forward) -> int:
-    """Warpgroups that compute: one for each 64 rows, wgmma's M."""
-    return config.block_m // 64
-
-
-def threads(config: Sm80Forward | Sm90Forward) -> int:
-    """Threads per block."""
-    if config.template == "forward_sm80":
-        return config.warps * WARP
-    producer = WARPGROUP if config.producer_registers else WARP
-    return consumer_warpgroups(config) * WARPGROUP + producer
-
-
-def register_cap(config: Sm80Forward | Sm90Forward, registers_per_sm: int = 65536) -> int:
-    """Registers per thread at entry, as `__launch_bounds__` makes the compiler allot them.
-
-    The SM's four schedulers share its registers and deal out the warps of all blocks evenly.
-    """
-    warps = config.min_blocks_per_sm * -(-threads(config) // WARP)
-    per_thread = registers_per_sm // SCHEDULERS // (-(-warps // SCHEDULERS) * WARP)
-    return min(per_thread // 8 * 8, MAX_REGISTERS)
-
-
-def consumer_registers(config: Sm90Forward, registers_per_sm: int = 65536) -> int:
-    """Registers of a consumer thread: the block's pool less the producer's, by setmaxnreg's rule
-    that all warpgroups together hold no more than they did at entry.
-    """
-    cap = register_cap(config, registers_per_sm)
-    if config.producer_registers == 0:
-        return cap
-    warpgroups = consumer_warpgroups(config)
-    pool = cap * (warpgroups + 1) - config.producer_registers
-    return min(pool // warpgroups // 8 * 8, 240)
-
-
-def smem_bytes(config: Sm80Forward | Sm90Forward, problem: Problem) -> int:
-    """Dynamic shared memory of a block, in bytes: `sizeof(SharedStorage)` of the template."""
-    row = head_dim_padded(config, problem) * ELEMENT_BYTES
-    q = config.block_m * row
-    ring = 2 * config.stages * config.block_n * row
-    if config.template == "forward_sm80":
-        # Q's fragments are in registers before the rings fill: they may share their place.
-        return max(q, ring) if config.q_in_registers else q + ring
-    p = config.block_m * round_up(config.block_n, 64) * ELEMENT_BYTES if config.p_in_smem else 0
-    slices = head_dim_padded(config, problem) // config.block_k
-    # Q: full per slice, empty. Each stage: K full per slice, K empty, V full, V empty.
-    barriers = (slices + 1) + config.stages * (slices + 3)
-    return round_up(q + ring + p + barriers * BARRIER_BYTES, SMEM_ALIGNMENT)
-
-
-def accumulator_registers(config: Sm80Forward | Sm90Forward, problem: Problem) -> int:
-    """Registers that O, S and P (and Q where it is kept) take in a computing thread."""
-    if config.template == "forward_sm80":
-        row_tiles = max(config.block_m // (16 * config.warps), 1)
-        q = head_dim_padded(config, problem) // 4 if config.q_in_registers else 0
-        return row_tiles * (problem.head_dim // 2 + config.block_n // 2 + q)
-    both = config.overlap and not config.p_in_smem  # S of one block beside P of the last
-    return problem.head_dim // 2 + config.block_n // 2 + (config.block_n // 4 if both else 0)

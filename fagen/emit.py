@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from fagen import __version__
-from fagen import config as arithmetic
-from fagen.config import Sm90Forward
+from fagen.config import AnyConfig, Sm90Forward
 from fagen.device import Architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
 from fagen.problem import Problem
 from fagen.render import NUMBER, fold, kernel_name, render
-from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.space import default_config, why_illegal
 
 if TYPE_CHECKING:
     from fagen.store import Record
@@ -145,7 +144,7 @@ def _sources(
         "arch": arch,
         "target": arch.target,
         "kernel_name": kernel_name(problem),
-        "smem_bytes": arithmetic.smem_bytes(config, problem),
+        "smem_bytes": config.smem_bytes(problem),
         "alignment": problem.alignment,
         "tma": isinstance(config, Sm90Forward),
         "persistent": isinstance(config, Sm90Forward) and config.persistent,
@@ -176,7 +175,7 @@ def _header(
         "",
         f"  config  {config}",
         *(f"  {word:<6}  {text}" for word, text in origin),
-        f"  launch  {arithmetic.threads(config)} threads, {arithmetic.smem_bytes(config, problem)} "
+        f"  launch  {config.threads} threads, {config.smem_bytes(problem)} "
         f"bytes of dynamic shared memory; {name}_host.cu does it",
         f"  build   nvcc -std=c++17 -arch={arch.target} -c {name}.cu",
     ]

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fagen import config as arithmetic
 from fagen import driver
 from fagen.compile import Compiled, Resources
-from fagen.config import ELEMENT_BYTES, Sm80Forward, Sm90Forward
+from fagen.config import ELEMENT_BYTES, AnyConfig, Sm90Forward
 from fagen.errors import ArgumentError, UnsupportedError
 from fagen.problem import Problem
 
@@ -108,7 +107,7 @@ def heads_per_group(problem: Problem, lengths: Lengths) -> int:
     return max(1, min(heads, lengths.batch * lengths.heads_q))
 
 
-def tile_count(config: Sm80Forward | Sm90Forward, lengths: Lengths) -> int:
+def tile_count(config: AnyConfig, lengths: Lengths) -> int:
     """Tiles of block_m queries of one head.
 
     Raises:
@@ -134,13 +133,11 @@ class LoadedKernel:
         problem, config: what it answers, and how.
     """
 
-    def __init__(
-        self, compiled: Compiled, problem: Problem, config: Sm80Forward | Sm90Forward
-    ) -> None:
+    def __init__(self, compiled: Compiled, problem: Problem, config: AnyConfig) -> None:
         self.compiled = compiled
         self.problem = problem
         self.config = config
-        self._smem_bytes = arithmetic.smem_bytes(config, problem)
+        self._smem_bytes = config.smem_bytes(problem)
         self._kernel = driver.get_kernel(driver.load_library(compiled.cubin), compiled.kernel_name)
         self._ready_devices: set[int] = set()
         self._thread = threading.local()
@@ -215,7 +212,7 @@ class LoadedKernel:
         return Plan(
             self._kernel,
             grid,
-            arithmetic.threads(self.config),
+            self.config.threads,
             self._smem_bytes,
             maps,
             params,
@@ -245,7 +242,7 @@ def tensor_maps(
     problem: Problem, config: Sm90Forward, lengths: Lengths, strides: QKVO
 ) -> tuple[TensorMap, ...]:
     """The maps of Q, O, K and V, in this order; without K and V if there are no keys."""
-    columns = arithmetic.chunk(config)
+    columns = config.chunk
 
     def tensor_map(seqlen: int, heads: int, stride: Strides, rows: int) -> TensorMap:
         dims = (problem.head_dim, seqlen, heads, lengths.batch)

@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fagen import config as arithmetic
-from fagen.config import ELEMENT_BYTES, SCHEDULERS, WARP, WARPGROUP, Sm80Forward, Sm90Forward
+from fagen.config import (
+    ELEMENT_BYTES,
+    SCHEDULERS,
+    WARP,
+    WARPGROUP,
+    AnyConfig,
+    Sm80Forward,
+    Sm90Forward,
+    round_up,
+)
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
 from fagen.launch import Lengths, heads_per_group
 from fagen.problem import Problem, Shape
-from fagen.space import AnyConfig
 
 if TYPE_CHECKING:
     from fagen.compile import Resources
@@ -141,17 +148,17 @@ def resident_blocks(
 ) -> int:
     """Thread blocks that share an SM: what shared memory, registers and threads leave room for."""
     arch = device.arch
-    smem = arithmetic.smem_bytes(config, problem) + RESERVED_SMEM_PER_BLOCK
-    threads = arithmetic.threads(config)
-    registers = arithmetic.register_cap(config, arch.registers_per_sm)
+    smem = config.smem_bytes(problem) + RESERVED_SMEM_PER_BLOCK
+    threads = config.threads
+    registers = config.register_cap(arch.registers_per_sm)
     if resources is not None:
         registers = resources.registers
     elif isinstance(config, Sm80Forward) or config.producer_registers == 0:
         # Otherwise setmaxnreg makes the compiler allot the whole cap.
-        needed = arithmetic.accumulator_registers(config, problem) + REGISTERS_BESIDE
+        needed = config.accumulator_registers(problem) + REGISTERS_BESIDE
         registers = min(registers, needed)
     warps = -(-threads // WARP)
-    warps_by_registers = arch.registers_per_sm // (arithmetic.round_up(registers, 8) * WARP)
+    warps_by_registers = arch.registers_per_sm // (round_up(registers, 8) * WARP)
     fit = min(
         arch.smem_per_sm // smem,
         warps_by_registers // SCHEDULERS * SCHEDULERS // warps,
@@ -183,13 +190,13 @@ def readers_of_keys(
 def computing_groups(config: AnyConfig) -> float:
     """Warpgroups that compute; warps of mma.sync in fours."""
     if isinstance(config, Sm90Forward):
-        return float(arithmetic.consumer_warpgroups(config))
+        return float(config.consumer_warpgroups)
     return config.warps * WARP / WARPGROUP
 
 
 def swizzle_factor(config: AnyConfig) -> float:
     """How much longer operand reads take under a swizzle that is not the 128-byte one."""
-    narrow = isinstance(config, Sm90Forward) and arithmetic.chunk(config) < 64
+    narrow = isinstance(config, Sm90Forward) and config.chunk < 64
     return NARROW_SWIZZLE if narrow else 1.0
 
 
@@ -202,11 +209,11 @@ def wgmma_cycles(columns: int, a_in_smem: bool, swizzle: float, device: Device) 
 
 def product_cycles(config: AnyConfig, problem: Problem, device: Device) -> tuple[float, float]:
     """S = Q K^T over the padded head dim, and O += P V."""
-    padded = arithmetic.head_dim_padded(config, problem)
+    padded = config.head_dim_padded(problem)
     if isinstance(config, Sm80Forward):
         scores = 2 * config.block_m * config.block_n / device.arch.mma_sync_flops
         return scores * padded, scores * problem.head_dim
-    groups, swizzle = arithmetic.consumer_warpgroups(config), swizzle_factor(config)
+    groups, swizzle = config.consumer_warpgroups, swizzle_factor(config)
     qk = wgmma_cycles(config.block_n, True, swizzle, device)
     pv = wgmma_cycles(problem.head_dim, config.p_in_smem, swizzle, device)
     return groups * padded / WGMMA_DEPTH * qk, groups * config.block_n / WGMMA_DEPTH * pv
@@ -239,18 +246,18 @@ def rescale_cycles(config: AnyConfig, problem: Problem) -> float:
 
 def smem_read_bytes(config: AnyConfig, problem: Problem) -> float:
     """Operands: each warpgroup (each warp, for mma.sync) reads all of K and V by itself."""
-    row = arithmetic.head_dim_padded(config, problem) * ELEMENT_BYTES
+    row = config.head_dim_padded(problem) * ELEMENT_BYTES
     keys = 2 * config.block_n * row
     q = config.block_m * row
     if isinstance(config, Sm90Forward):
         p = config.block_m * config.block_n * ELEMENT_BYTES if config.p_in_smem else 0
-        return arithmetic.consumer_warpgroups(config) * keys + q + 2 * p
+        return config.consumer_warpgroups * keys + q + 2 * p
     return config.warps * keys + (0 if config.q_in_registers else q)
 
 
 def fill_bytes(config: AnyConfig, problem: Problem) -> float:
     """Bytes of K and V that a step loads."""
-    return 2 * config.block_n * arithmetic.head_dim_padded(config, problem) * ELEMENT_BYTES
+    return 2 * config.block_n * config.head_dim_padded(problem) * ELEMENT_BYTES
 
 
 def smem_cycles(config: AnyConfig, problem: Problem) -> float:
@@ -266,12 +273,8 @@ def register_factor(
     if resources is not None:
         serialised = resources.why_bad() is not None and not resources.spill_bytes
         return (SERIALISED if serialised else 1.0) + resources.spill_bytes / SPILL_BYTES_DOUBLE
-    cap = (
-        arithmetic.consumer_registers(config, device.arch.registers_per_sm)
-        if isinstance(config, Sm90Forward)
-        else arithmetic.register_cap(config, device.arch.registers_per_sm)
-    )
-    free = cap - arithmetic.accumulator_registers(config, problem)
+    cap = config.computing_registers(device.arch.registers_per_sm)
+    free = cap - config.accumulator_registers(problem)
     missing = max(COMFORTABLE_REGISTERS - free, 0) / COMFORTABLE_REGISTERS
     return 1.0 + NO_REGISTERS_LEFT * missing
 
@@ -280,7 +283,7 @@ def slice_cycles(config: AnyConfig, problem: Problem) -> float:
     """Barriers between the slices of K, in each step with one stage, else in a tile's first."""
     if isinstance(config, Sm90Forward):  # its consumers wait without meeting
         return 0.0
-    slices = arithmetic.head_dim_padded(config, problem) // config.block_k
+    slices = config.head_dim_padded(problem) // config.block_k
     return BARRIER_CYCLES * (slices - 1)
 
 

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fagen import config as arithmetic
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import AnyConfig, Sm90Forward
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _wgmma(name: str, n: int, *, a_in_registers: bool, b_transposed: bool) -> di
     }
 
 
-def constants(problem: Problem, config: Sm80Forward | Sm90Forward) -> dict[str, Any]:
+def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
     """The values that a template may name: the axes, and the sizes that follow from them."""
     values: dict[str, Any] = {
         **config.axes(),
@@ -110,15 +109,15 @@ def constants(problem: Problem, config: Sm80Forward | Sm90Forward) -> dict[str, 
         "head_dim": problem.head_dim,
         "causal": problem.causal,
         "alignment": problem.alignment,
-        "head_dim_padded": arithmetic.head_dim_padded(config, problem),
-        "chunk": arithmetic.chunk(config),
-        "threads": arithmetic.threads(config),
-        "smem_bytes": arithmetic.smem_bytes(config, problem),
+        "head_dim_padded": config.head_dim_padded(problem),
+        "chunk": config.chunk,
+        "threads": config.threads,
+        "smem_bytes": config.smem_bytes(problem),
     }
     if isinstance(config, Sm90Forward):
         values |= {
-            "consumer_warpgroups": arithmetic.consumer_warpgroups(config),
-            "consumer_registers": arithmetic.consumer_registers(config),
+            "consumer_warpgroups": config.consumer_warpgroups,
+            "consumer_registers": config.consumer_registers(),
             "ptx_type": PTX_TYPE[problem.dtype],
             "wgmmas": [
                 _wgmma("wgmma_qk", config.block_n, a_in_registers=False, b_transposed=False),
@@ -133,7 +132,7 @@ def constants(problem: Problem, config: Sm80Forward | Sm90Forward) -> dict[str, 
     return values
 
 
-def render(problem: Problem, config: Sm80Forward | Sm90Forward) -> str:
+def render(problem: Problem, config: AnyConfig) -> str:
     """One self-contained `.cu` text: the kernel of `config` for `problem`.
 
     Pure: the same arguments and template files give the same text.

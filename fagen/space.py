@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fagen import config as arithmetic
-from fagen.config import TEMPLATES, Sm80Forward, Sm90Forward, round_up
+from fagen.config import TEMPLATES, AnyConfig, Sm80Forward, Sm90Forward, round_up
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
 from fagen.errors import ConfigError
 from fagen.problem import WIDE_ALIGNMENT, Problem
 
-AnyConfig = Sm80Forward | Sm90Forward
 NARROWEST_SPAN = {"forward_sm80": 16, "forward_sm90": 32}  # columns that a swizzle spans
 WGMMA_OVERHEAD_REGISTERS = 26  # beside its operands; ptxas names the sum when it refuses (C7602)
 # For addresses and softmax state. With fewer, all of 294 kernels spilled or had wgmma serialised.
@@ -113,7 +110,7 @@ def _turns(c: Any, p: Problem, d: Device) -> str | None:
 
 
 def _smem(c: Any, p: Problem, d: Device) -> str | None:
-    size = arithmetic.smem_bytes(c, p)
+    size = c.smem_bytes(p)
     if size > d.arch.smem_per_block:
         return (
             f"shared memory: {size:,} bytes of {d.arch.smem_per_block:,} per block on {d.arch.name}"
@@ -128,7 +125,7 @@ def _smem(c: Any, p: Problem, d: Device) -> str | None:
 
 
 def _threads(c: Any, p: Problem, d: Device) -> str | None:
-    total = arithmetic.threads(c) * c.min_blocks_per_sm
+    total = c.threads * c.min_blocks_per_sm
     if total > d.arch.threads_per_sm or c.min_blocks_per_sm > d.arch.blocks_per_sm:
         return (
             f"min_blocks_per_sm={c.min_blocks_per_sm} needs {total} threads of the "
@@ -141,8 +138,8 @@ def _register_pool(c: Any, p: Problem, d: Device) -> str | None:
     """setmaxnreg: multiples of 8 from 24, dec at most and inc at least the count at entry."""
     if c.producer_registers == 0:
         return None
-    cap = arithmetic.register_cap(c, d.arch.registers_per_sm)
-    consumer = arithmetic.consumer_registers(c, d.arch.registers_per_sm)
+    cap = c.register_cap(d.arch.registers_per_sm)
+    consumer = c.consumer_registers(d.arch.registers_per_sm)
     if c.producer_registers < 24:
         return f"setmaxnreg takes at least 24 registers, not {c.producer_registers}"
     if c.producer_registers > cap:
@@ -154,7 +151,7 @@ def _register_pool(c: Any, p: Problem, d: Device) -> str | None:
 
 def _wgmma(c: Any, p: Problem, d: Device) -> str | None:
     """ptxas allots for entry, before setmaxnreg, and refuses a wgmma whose operands do not fit."""
-    cap = arithmetic.register_cap(c, d.arch.registers_per_sm)
+    cap = c.register_cap(d.arch.registers_per_sm)
     p_operands = 0 if c.p_in_smem else 4
     need = max(c.block_n // 2, p.head_dim // 2 + p_operands) + WGMMA_OVERHEAD_REGISTERS
     if need > cap:
@@ -163,12 +160,8 @@ def _wgmma(c: Any, p: Problem, d: Device) -> str | None:
 
 
 def _accumulators(c: Any, p: Problem, d: Device) -> str | None:
-    need = arithmetic.accumulator_registers(c, p)
-    cap = (
-        arithmetic.register_cap(c, d.arch.registers_per_sm)
-        if c.template == "forward_sm80"
-        else arithmetic.consumer_registers(c, d.arch.registers_per_sm)
-    )
+    need = c.accumulator_registers(p)
+    cap = c.computing_registers(d.arch.registers_per_sm)
     if need + SPARE_REGISTERS > cap:
         return f"accumulators take {need} of {cap} registers: {SPARE_REGISTERS} must stay free"
     return None
@@ -233,7 +226,10 @@ def legal_configs(
     points_below = [1] * (len(order) + 1)
     for depth in range(len(order) - 1, -1, -1):
         points_below[depth] = points_below[depth + 1] * len(values[order[depth]])
-    partial = SimpleNamespace(template=template)
+    family = TEMPLATES[template]
+    partial = family.__new__(family)  # has no axis yet: a rule that reads one too early fails
+    known = vars(partial)  # where the walk sets the axes, as the model is frozen
+    known["template"] = template
 
     def walk(depth: int) -> Iterator[AnyConfig]:
         for rule in due[depth]:
@@ -242,12 +238,12 @@ def legal_configs(
                     rejections[rule.broken.__name__.strip("_")] += points_below[depth]
                 return
         if depth == len(order):
-            yield TEMPLATES[template].model_construct(**vars(partial))
+            yield family.model_construct(**known)
             return
         for value in values[order[depth]]:
-            setattr(partial, order[depth], value)
+            known[order[depth]] = value
             yield from walk(depth + 1)
-        delattr(partial, order[depth])
+        del known[order[depth]]
 
     return walk(0)
 

@@ -21,10 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fagen import config as arithmetic
 from fagen import model
 from fagen.compile import Compiled, compile_kernel
-from fagen.config import TEMPLATES, Sm90Forward
+from fagen.config import TEMPLATES, AnyConfig, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
 from fagen.measure import median_and_spread
@@ -33,7 +32,7 @@ from fagen.problem import Dtype, Problem, Shape, standard_shape
 from fagen.processes import in_processes
 from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, Tried, open_storage, search
-from fagen.space import AnyConfig, default_config
+from fagen.space import default_config
 from fagen.store import (
     Card,
     Provenance,
@@ -544,8 +543,8 @@ def _twin_key(cubin: str, config: AnyConfig, problem: Problem) -> tuple[Any, ...
         cubin,
         config.block_m,
         config.block_n,
-        arithmetic.threads(config),
-        arithmetic.smem_bytes(config, problem),
+        config.threads,
+        config.smem_bytes(problem),
         config.min_blocks_per_sm if persistent else 0,
     )
 

@@ -13,7 +13,7 @@ import pytest
 from fake_driver import CONTEXT, KERNEL, FakeDriver, compiled
 
 from fagen import driver
-from fagen.config import Sm80Forward, Sm90Forward, smem_bytes, threads
+from fagen.config import Sm80Forward, Sm90Forward
 from fagen.errors import ArgumentError, CudaError, DeviceError, UnsupportedError
 from fagen.launch import (
     PARAMS,
@@ -123,8 +123,8 @@ def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel) -> None:
     assert (params.seqlen_q, params.seqlen_k) == (300, 500)
     assert params.tiles == 2 * 8 * math.ceil(300 / 64)
     (call,) = fake.launches
-    assert (call.grid, call.block) == ((params.tiles, 1, 1), (threads(SM80), 1, 1))
-    assert (call.smem_bytes, call.stream) == (smem_bytes(SM80, BF16_128), 99)
+    assert (call.grid, call.block) == ((params.tiles, 1, 1), (SM80.threads, 1, 1))
+    assert (call.smem_bytes, call.stream) == (SM80.smem_bytes(BF16_128), 99)
     assert call.kernel == KERNEL
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from fagen import config as arithmetic
 from fagen import render
 from fagen.compile import Compiled, compile_many, compile_source
-from fagen.config import Sm80Forward, Sm90Forward, parse_config
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward, parse_config, round_up
 from fagen.device import ARCHITECTURES, Device, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError
 from fagen.problem import Problem
-from fagen.space import AnyConfig, axes, default_config, legal_configs, why_illegal
+from fagen.space import axes, default_config, legal_configs, why_illegal
 
 SEED = 20
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -257,7 +256,7 @@ def test_pool_of_registers(
         min_blocks_per_sm=min_blocks_per_sm,
     )
     assert why_illegal(config, _problem(64), _device("sm90")) is None
-    assert arithmetic.consumer_registers(config) == consumer
+    assert config.consumer_registers() == consumer
     assert 128 * (block_m // 64 * consumer + producer) * min_blocks_per_sm <= 65536
 
 
@@ -360,12 +359,12 @@ def _compile_within_limits(arch: str, count: int, head_dims: tuple[int, ...]) ->
         # A CompileError would be a static_assert too: Python and C++ disagree on a size.
         assert isinstance(answer, Compiled), f"{problem} {config}: {answer}"
         resources = answer.resources
-        block = arithmetic.threads(config)
-        assert resources.registers <= arithmetic.register_cap(config), f"{problem} {config}"
-        warps = arithmetic.round_up(config.min_blocks_per_sm * math.ceil(block / 32), 4)
-        registers = arithmetic.round_up(resources.registers, 8) * 32 * warps
+        block = config.threads
+        assert resources.registers <= config.register_cap(), f"{problem} {config}"
+        warps = round_up(config.min_blocks_per_sm * math.ceil(block / 32), 4)
+        registers = round_up(resources.registers, 8) * 32 * warps
         assert registers <= device.arch.registers_per_sm, f"{problem} {config}"
-        smem = arithmetic.smem_bytes(config, problem) + resources.smem_bytes
+        smem = config.smem_bytes(problem) + resources.smem_bytes
         assert smem <= device.arch.smem_per_block, f"{problem} {config}"
         assert block <= 1024
         compiled += 1
