@@ -19,14 +19,13 @@ from pydantic import ValidationError
 from fagen import arrays, driver
 from fagen.arrays import Framework, Geometry, Layout, framework_of
 from fagen.compile import Resources, compile_kernel
-from fagen.config import one_line, parse_config
+from fagen.config import AnyConfig, one_line, parse_config
 from fagen.device import Architecture, Device
 from fagen.dispatch import Choice, choose
 from fagen.errors import ArgumentError
 from fagen.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
 from fagen.problem import Bucket, Problem, Shape
 from fagen.render import kernel_name
-from fagen.space import AnyConfig
 
 _thread = threading.local()  # .plans: this thread's cache of _plan
 _kernels: dict[tuple[Problem, AnyConfig, str], LoadedKernel] = {}

@@ -28,8 +28,8 @@ from fagen.problem import HIDDEN, TOKENS, Dtype, Problem, Shape, standard_shape
 from fagen.reference import EPSILON, NUMPY_DTYPE
 
 if TYPE_CHECKING:
+    from fagen.config import AnyConfig
     from fagen.launch import TensorView
-    from fagen.space import AnyConfig
     from fagen.store import Store
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)

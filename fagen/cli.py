@@ -21,9 +21,9 @@ from fagen.errors import ArgumentError, DeviceError, FagenError
 
 if TYPE_CHECKING:
     from fagen.check import Report
+    from fagen.config import AnyConfig
     from fagen.device import Device
     from fagen.problem import Problem, Shape
-    from fagen.space import AnyConfig
     from fagen.store import Record, Store
     from fagen.tune import Task
 

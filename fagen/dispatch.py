@@ -22,10 +22,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
 from fagen.render import render
-from fagen.space import AnyConfig, default_config, require_legal, why_illegal
+from fagen.space import default_config, require_legal, why_illegal
 from fagen.store import Entry, Record, Store, digest
 
 _log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fagen.config import TEMPLATES, round_up
+from fagen.config import TEMPLATES, AnyConfig, round_up
 from fagen.device import Device
 from fagen.problem import Problem
-from fagen.space import AnyConfig, axes, default_config, why_illegal
+from fagen.space import axes, default_config, why_illegal
 
 _SMALL_BLOCK: dict[str, Any] = {"block_m": 64, "producer_registers": 0, "ping_pong": False}
 _THREE_WARPGROUPS: dict[str, Any] = {"block_m": 192, "producer_registers": 32}

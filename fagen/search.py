@@ -34,12 +34,11 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 from fagen import space
-from fagen.config import TEMPLATES
+from fagen.config import TEMPLATES, AnyConfig
 from fagen.device import Device
 from fagen.errors import ArgumentError, MissingDependencyError, StoreError
 from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected
 from fagen.problem import Problem
-from fagen.space import AnyConfig
 
 SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from fagen import measure, reference
+from fagen.config import AnyConfig
 from fagen.cupy_device import on_device
 from fagen.problem import Dtype, Problem, Shape
 from fagen.reference import EPSILON, NUMPY_DTYPE, Float64, References, by_row, round_to
-from fagen.space import AnyConfig
 
 if TYPE_CHECKING:
     from fagen.launch import LoadedKernel, TensorView

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from fagen.compile import Compiled
+from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import CudaError, DeviceError, FagenError
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.processes import spawn
-from fagen.space import AnyConfig
 from fagen.store import digest
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
+from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES
 from fagen.problem import Problem, Shape
-from fagen.space import AnyConfig
 from fagen.store import Card, Provenance, Record, Result
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]

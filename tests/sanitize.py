@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 
 from fagen.compile import compile_kernel
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.driver import query_device
 from fagen.launch import LoadedKernel
 from fagen.problem import Problem
-from fagen.space import AnyConfig, default_config
+from fagen.space import default_config
 from fagen.verify import verify
 
 CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {

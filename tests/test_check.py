@@ -11,10 +11,11 @@ from records import H200, some_record
 from fagen import check as room
 from fagen.check import check, measure_space, sample_space, whole_space
 from fagen.compile import Compiled, Resources
+from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
 from fagen.problem import Problem
-from fagen.space import AnyConfig, axes, default_config, legal_configs, why_illegal
+from fagen.space import axes, default_config, legal_configs, why_illegal
 from fagen.store import Card, Record, RecordFile, Skipped
 
 HERE = Path("sm90.yaml")

@@ -19,11 +19,12 @@ from records import some_record
 from typer.main import get_command
 
 from fagen import __version__, cli, driver
+from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.errors import DeviceError
 from fagen.outcome import Measured
 from fagen.search import Tried
-from fagen.space import AnyConfig, default_config
+from fagen.space import default_config
 from fagen.store import Card
 from fagen.tune import (
     Notice,

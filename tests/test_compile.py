@@ -17,12 +17,11 @@ from alive import is_alive, wait_until_dead
 
 from fagen import compile as compiler
 from fagen.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
-from fagen.config import Sm80Forward
+from fagen.config import AnyConfig, Sm80Forward
 from fagen.device import ARCHITECTURES, architecture
 from fagen.errors import CacheError, CompileError, MissingDependencyError
 from fagen.problem import DTYPES, Problem
 from fagen.processes import in_processes
-from fagen.space import AnyConfig
 
 SM80 = architecture("sm80")
 SM90 = architecture("sm90")

@@ -15,12 +15,12 @@ import pytest
 from records import H200, some_record
 
 from fagen import dispatch, store
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.dispatch import Choice, Tier, choose, tier_table
 from fagen.errors import ConfigError
 from fagen.problem import Problem, Shape
-from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.space import default_config, why_illegal
 from fagen.store import Card, Record, Store, digest, save_records
 
 H100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]

@@ -11,12 +11,13 @@ from records import H200, some_record
 
 from fagen import __version__
 from fagen.compile import compile_kernel
+from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.emit import emit, emit_all, write
 from fagen.errors import ArgumentError, ConfigError
 from fagen.problem import Problem
 from fagen.render import kernel_name, render
-from fagen.space import AnyConfig, default_config
+from fagen.space import default_config
 from fagen.store import Card, Record
 
 SM90 = architecture("sm90")

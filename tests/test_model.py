@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from fagen.compile import Resources
-from fagen.config import Sm80Forward, Sm90Forward, parse_config
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward, parse_config
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.model import (
     explain_prediction,
@@ -30,7 +30,7 @@ from fagen.model import (
     steps_of_head,
 )
 from fagen.problem import Problem, Shape
-from fagen.space import AnyConfig, default_config
+from fagen.space import default_config
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

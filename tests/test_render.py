@@ -14,10 +14,10 @@ from jinja2 import UndefinedError
 
 from fagen import render
 from fagen.compile import Compiled, compile_many
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.device import architecture, typical_device
 from fagen.problem import Problem
-from fagen.space import AnyConfig, axes, default_config, why_illegal
+from fagen.space import axes, default_config, why_illegal
 
 SM90 = typical_device(architecture("sm90"))
 TEMPLATES = ("forward_sm80", "forward_sm90")

@@ -14,14 +14,14 @@ import numpy as np
 import optuna
 import pytest
 
-from fagen.config import Sm80Forward, parse_config
+from fagen.config import AnyConfig, Sm80Forward, parse_config
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.search import LegalSet, Results, Study, open_storage, search
-from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.space import default_config, why_illegal
 
 PROBLEM = Problem(dtype="bf16", head_dim=64)
 SHAPE = Shape(batch=8, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)

@@ -13,13 +13,14 @@ import pytest
 
 from fagen import tune as tuning
 from fagen.compile import Compiled, Resources
+from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture
 from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.search import open_storage
-from fagen.space import AnyConfig, default_config, why_illegal
+from fagen.space import default_config, why_illegal
 from fagen.store import load_records
 from fagen.tune import (
     Event,
