@@ -46,7 +46,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        finalize=_cpp,
     )
+
+
+def _cpp(value: Any) -> Any:
+    """What `{{ }}` prints: booleans as C++ spells them, everything else as it is."""
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def fold(name: str, **values: Any) -> str:
@@ -77,25 +83,40 @@ def kernel_name(problem: Problem) -> str:
 
 
 def _wgmma(name: str, n: int, *, a_in_registers: bool, b_transposed: bool) -> dict[str, Any]:
-    """What one wgmma wrapper of wgmma.cuh.j2 needs: the operand lists as ready text."""
+    """What one wgmma wrapper of wgmma.cuh.j2 needs, as ready text."""
     count = n // 2
-    a = [f"%{count + i}" for i in range(4)] if a_in_registers else [f"%{count}"]
-    b = f"%{count + len(a)}"
+    if a_in_registers:
+        words = {
+            "a_place": "registers",
+            "a_parameter": "const u32 (&a)[4]",
+            "a_operand": _braced(range(count, count + 4)),
+            "a_constraints": ", ".join(f'"r"(a[{i}])' for i in range(4)),
+            "immediates": f"1, 1, {int(b_transposed)}",  # scale-a, scale-b, transpose b
+        }
+    else:
+        words = {
+            "a_place": "shared memory",
+            "a_parameter": "u64 a",
+            "a_operand": f"%{count}",
+            "a_constraints": '"l"(a)',
+            "immediates": f"1, 1, 0, {int(b_transposed)}",  # ..., transpose a, transpose b
+        }
+    b = count + (4 if a_in_registers else 1)
     return {
         "name": name,
         "n": n,
         "accumulators": count,
-        "a_in_registers": a_in_registers,
-        "d_operands": "{" + ", ".join(f"%{i}" for i in range(count)) + "}",
+        "d_operands": _braced(range(count)),
         "d_constraints": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
-        "a_operand": "{" + ", ".join(a) + "}" if a_in_registers else a[0],
-        "b_operand": b,
-        "scale_operand": f"%{count + len(a) + 1}",
-        # scale-a, scale-b, then the transposition flags that the operand kinds have
-        "immediates": f"1, 1, {int(b_transposed)}"
-        if a_in_registers
-        else f"1, 1, 0, {int(b_transposed)}",
+        **words,
+        "b_operand": f"%{b}",
+        "scale_operand": f"%{b + 1}",
     }
+
+
+def _braced(operands: range) -> str:
+    """A vector of asm operands: "{%0, %1}"."""
+    return "{" + ", ".join(f"%{i}" for i in operands) + "}"
 
 
 def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
@@ -137,10 +158,4 @@ def render(problem: Problem, config: AnyConfig) -> str:
 
     Pure: the same arguments and template files give the same text.
     """
-    values = {name: _cpp(value) for name, value in constants(problem, config).items()}
-    return fold(f"{config.template}.cu", **values)
-
-
-def _cpp(value: Any) -> Any:
-    """Booleans as C++ spells them; everything else as it is."""
-    return str(value).lower() if isinstance(value, bool) else value
+    return fold(f"{config.template}.cu", **constants(problem, config))
