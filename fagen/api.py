@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from fagen import arrays, driver
 from fagen.arrays import Framework, Geometry, Layout, framework_of
 from fagen.compile import Resources, compile_kernel
-from fagen.config import AnyConfig, one_line, parse_config
+from fagen.config import AnyConfig, as_argument_error, parse_config
 from fagen.device import Architecture, Device
 from fagen.dispatch import Choice, choose
 from fagen.errors import ArgumentError
@@ -192,7 +190,7 @@ def load(
     Raises:
         ArgumentError, ConfigError, DeviceError: as `attention`.
     """
-    try:
+    with as_argument_error():
         problem = Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
         shape = Shape(
             batch=batch,
@@ -201,8 +199,6 @@ def load(
             heads_q=heads,
             heads_kv=heads if heads_kv is None else heads_kv,
         )
-    except ValidationError as error:
-        raise ArgumentError(one_line(error)) from None
     card = driver.query_device(driver.current_device() if device is None else device)
     choice = choose(problem, shape, card, config=None if config is None else _parsed(config))
     kernel = _loaded(problem, choice.config, card.arch)

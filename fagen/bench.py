@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fagen import reference
-from fagen.config import one_line
+from fagen.config import as_argument_error
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.problem import HIDDEN, TOKENS, Dtype, Problem, Shape, standard_shape
 from fagen.reference import EPSILON, NUMPY_DTYPE
@@ -436,14 +436,12 @@ def bench(
         raise ArgumentError(f"unknown peer {unknown[0]!r}: allowed are {', '.join(ADAPTERS)}")
     if max(seqlens) > TOKENS:
         raise ArgumentError(f"seqlen {max(seqlens)}: allowed are 1 to {TOKENS}")
-    try:
+    with as_argument_error():
         problems = [
             Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
             for head_dim in head_dims
             for causal in (False, True)
         ]
-    except ValidationError as error:
-        raise ArgumentError(one_line(error)) from None
     run = _Bench(problems[0].dtype, peers, store, sm80_store, device_index)
     cells = []
     for problem in problems:

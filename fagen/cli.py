@@ -82,17 +82,11 @@ def _example(command: str) -> str:
 
 
 def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
-    from pydantic import ValidationError
-
-    from fagen.config import one_line
+    from fagen.config import as_argument_error
     from fagen.problem import Problem
 
-    try:
+    with as_argument_error("{}; allowed: dtype fp16, bf16; head_dim a multiple of 8 from 8 to 256"):
         return Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
-    except ValidationError as error:
-        raise ArgumentError(
-            f"{one_line(error)}; allowed: dtype fp16, bf16; head_dim a multiple of 8 from 8 to 256"
-        ) from None
 
 
 def _integers(text: str, flag: str) -> list[int]:
@@ -351,17 +345,15 @@ def _tasks(
     heads: int | None,
     kv_heads: int | None,
 ) -> list[Task]:
-    from pydantic import ValidationError
-
     from fagen import tune as room
-    from fagen.config import one_line
+    from fagen.config import as_argument_error
 
     chosen: dict[str, Any] = {
         "dtypes": dtypes or room.STANDARD_DTYPES,
         "head_dims": head_dims or room.STANDARD_HEAD_DIMS,
         "causal": room.STANDARD_CAUSAL if causal is None else (causal,),
     }
-    try:
+    with as_argument_error():
         return room.standard_tasks(
             **chosen,
             seqlens=_integers(seqlens, "--seqlen"),
@@ -369,8 +361,6 @@ def _tasks(
             heads=heads,
             kv_heads=kv_heads,
         )
-    except ValidationError as error:
-        raise ArgumentError(one_line(error)) from None
 
 
 @app.command(epilog=_example("emit"))
@@ -430,17 +420,13 @@ def _default_shape(
     kv_heads: int | None,
 ) -> Shape:
     """The shape of these flags; what is left out is filled up to 16k tokens of hidden size 2048."""
-    from pydantic import ValidationError
-
-    from fagen.config import one_line
+    from fagen.config import as_argument_error
     from fagen.problem import standard_shape
 
-    try:
+    with as_argument_error():
         return standard_shape(
             problem.head_dim, seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=kv_heads
         )
-    except ValidationError as error:
-        raise ArgumentError(one_line(error)) from None
 
 
 def _print_kernel(files: dict[str, str | bytes]) -> None:

@@ -7,6 +7,8 @@ repeat these sums as `static_assert`s, so Python and CUDA cannot drift apart.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -226,10 +228,21 @@ def parse_config(fields: dict[str, Any]) -> AnyConfig:
     Raises:
         ArgumentError: in one line, for an unknown field or a value out of range.
     """
-    try:
+    with as_argument_error("bad config: {}"):
         return _ADAPTER.validate_python(fields)
+
+
+@contextmanager
+def as_argument_error(message: str = "{}") -> Iterator[None]:
+    """What pydantic refuses inside becomes an ArgumentError.
+
+    Args:
+        message: the error's text, with "{}" where pydantic's reasons go, in one line.
+    """
+    try:
+        yield
     except ValidationError as error:
-        raise ArgumentError(f"bad config: {one_line(error)}") from None
+        raise ArgumentError(message.format(one_line(error))) from None
 
 
 def one_line(error: ValidationError) -> str:
