@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fagen.config import AnyConfig, Sm90Forward
+from fagen.packaged import packaged_folder
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -27,12 +28,9 @@ PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
 _LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 
 
-@cache
 def template_folder() -> Path:
-    """The folder of the templates: inside the wheel, or at the top of a checkout."""
-    package = Path(__file__).parent
-    inside = package / "templates"
-    return inside if inside.is_dir() else package.parent / "templates"
+    """The folder of the templates."""
+    return packaged_folder("templates")
 
 
 @cache

@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from fagen.config import TEMPLATES, Config, one_line
 from fagen.device import ARCHITECTURES, Device
 from fagen.errors import StoreError
+from fagen.packaged import packaged_folder
 from fagen.problem import Bucket, Problem, Shape
 
 SCHEMA = 1  # of the file as a whole; a field that is new in a record does not raise it
@@ -492,11 +493,8 @@ def user_overlay_path(arch: str) -> Path:
 
 
 def shipped_path(arch: str) -> Path:
-    """The records that come with fagen: inside the wheel, or at the top of a checkout."""
-    package = Path(__file__).parent
-    inside = package / "tuned_configs"
-    folder = inside if inside.is_dir() else package.parent / "tuned_configs"
-    return folder / f"{arch}.yaml"
+    """The records of an architecture that come with fagen."""
+    return packaged_folder("tuned_configs") / f"{arch}.yaml"
 
 
 class Entry(NamedTuple):

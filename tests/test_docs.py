@@ -87,7 +87,7 @@ def test_the_table_of_rooms_is_complete() -> None:
 
 
 # Modules that serve one room and that nobody looks for first.
-INNER = {"cupy_device", "outcome", "processes"}
+INNER = {"cupy_device", "outcome", "packaged", "processes"}
 
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:
