@@ -230,7 +230,7 @@ def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monk
             yield config, fake_kernel(problem, config.model_copy(update={"stages": 2}))
 
     monkeypatch.setattr(tuning, "_compiled", compiled)
-    monkeypatch.setattr("fagen.config.smem_bytes", lambda config, problem: 0)
+    monkeypatch.setattr("fagen.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
     unlike = [config.model_copy(update={"stages": 2}) for config, _ in worker.evaluated]
