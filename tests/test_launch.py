@@ -310,7 +310,7 @@ def test_without_a_driver_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cu, "cuInit", absent)
     driver._cu.cache_clear()
-    with pytest.raises(DeviceError, match="fagen doctor") as caught:
+    with pytest.raises(DeviceError, match="install an NVIDIA driver") as caught:
         driver.device_count()
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(cu, "cuInit", lambda flags: (cu.CUresult.CUDA_ERROR_NO_DEVICE,))
@@ -324,7 +324,7 @@ def test_without_a_driver_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_library_that_is_no_driver_is_refused() -> None:
-    with pytest.raises(DeviceError, match="fagen doctor"):
+    with pytest.raises(DeviceError, match="install an NVIDIA driver"):
         driver.HotCalls("libcuda-that-is-not-there.so")
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled"):
         driver.HotCalls("libc.so.6")
