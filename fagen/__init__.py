@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from fagen.problem import Problem, Shape
+    from fagen.recorder import record
 
 __all__ = [
     "ArgumentError",
@@ -50,6 +51,7 @@ __all__ = [
     "attention",
     "explain",
     "load",
+    "record",
 ]
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
         "UnsupportedError",
     ),
     "problem": ("Problem", "Shape"),
+    "recorder": ("record",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fagen import arrays, driver
+from fagen import arrays, driver, recorder
 from fagen.arrays import Framework, Geometry, Layout, framework_of
 from fagen.compile import Resources, compile_kernel
 from fagen.config import AnyConfig, as_argument_error, parse_config
@@ -278,7 +278,7 @@ def _attend(
         plans = _thread.plans
     except AttributeError:
         plans = _thread.plans = lru_cache(PLANS_PER_THREAD)(_plan)
-    plan, default_scale, lse_shape, device_index = plans(
+    plan, default_scale, lse_shape, device_index, question = plans(
         framework,
         q_geometry,
         k_geometry,
@@ -301,6 +301,8 @@ def _attend(
         default_scale if softmax_scale is None else scale_log2(softmax_scale),
         framework.stream(device_index),
     )
+    if recorder.active:
+        recorder.count(question)
     return (o, lse) if return_lse else o
 
 
@@ -339,12 +341,14 @@ class _Call(NamedTuple):
         default_scale: `scale_log2` of 1/sqrt(head_dim).
         lse_shape: (batch, heads_q, seqlen_q).
         device_index: where the tensors are.
+        question: what `fagen.record` counts them under.
     """
 
     plan: Plan
     default_scale: float
     lse_shape: tuple[int, int, int]
     device_index: int
+    question: recorder.Question
 
 
 def _plan(
@@ -383,6 +387,7 @@ def _plan(
         default_scale=scale_log2(head_dim**-0.5),
         lse_shape=(lengths.batch, lengths.heads_q, lengths.seqlen_q),
         device_index=device_index,
+        question=recorder.question(problem, lengths),
     )
 
 

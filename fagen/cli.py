@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
-# One worked example per command; the help shows them, and the tests parse them.
-EXAMPLES = {
-    "tune": "fagen tune --arch sm90 --dtype bf16 --head-dim 128 --causal --budget 5m",
-    "emit": "fagen emit --arch sm90 --dtype bf16 --head-dim 128 --causal -o out/",
-    "list": "fagen list --json",
-    "explain": "fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",
-    "bench": "fagen bench --head-dim 128 --against fa3,cudnn --json results.json",
-    "check": "fagen check --arch sm90 --sample 300",
-    "doctor": "fagen doctor",
-    "cache path": "fagen cache path",
-    "cache clear": "fagen cache clear",
+# Worked examples of each command; the help shows them, and the tests parse them.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "tune": (
+        "fagen tune --arch sm90 --dtype bf16 --head-dim 128 --causal --budget 5m",
+        "fagen tune --from shapes.yaml --budget 1h",
+    ),
+    "emit": ("fagen emit --arch sm90 --dtype bf16 --head-dim 128 --causal -o out/",),
+    "list": ("fagen list --json",),
+    "explain": ("fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",),
+    "bench": ("fagen bench --head-dim 128 --against fa3,cudnn --json results.json",),
+    "check": ("fagen check --arch sm90 --sample 300",),
+    "doctor": ("fagen doctor",),
+    "cache path": ("fagen cache path",),
+    "cache clear": ("fagen cache clear",),
 }
 
 app = typer.Typer(
@@ -75,7 +78,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _example(command: str) -> str:
-    return f"Example: `{EXAMPLES[command]}`"
+    return "Example: " + ", or ".join(f"`{words}`" for words in EXAMPLES[command])
 
 
 # ---- flags -> values ----
@@ -258,6 +261,14 @@ def tune(
     batch: Batch = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Tune what a program called, as fagen.record wrote it, in place of the above.",
+            metavar="FILE",
+        ),
+    ] = None,
     trials: Annotated[
         int, typer.Option(min=1, help="Configs to time for each problem and length.")
     ] = 100,
@@ -301,7 +312,11 @@ def tune(
     if template is not None and template not in TEMPLATES:
         raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
     budget_s = None if budget is None else _seconds(budget)
-    tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
+    if recorded is None:
+        tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
+    else:
+        _refuse_problem_flags(ctx)
+        tasks = room.tasks_from(recorded)
     expected = room.estimate_seconds(tasks, trials, measured=present is not None)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
@@ -334,6 +349,21 @@ def tune(
         words += ["--resume"] if result.measured else []  # a prediction keeps no trials
         print(f"interrupted; to go on: {shlex.join(['fagen', *words])}")
         raise typer.Exit(INTERRUPTED)
+
+
+def _refuse_problem_flags(ctx: typer.Context) -> None:
+    """The problems come from a file: what else would name them is a mistake."""
+    names = ("dtype", "head_dim", "causal", "seqlen", "batch", "heads", "kv_heads")
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    given = [
+        "--" + name.replace("_", "-")
+        for name, source in sources.items()
+        if source is not None and source.name != "DEFAULT"
+    ]
+    if given:
+        raise ArgumentError(
+            f"--from FILE says which problems to tune: leave out {', '.join(given)}"
+        )
 
 
 def _tasks(

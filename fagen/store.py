@@ -3,6 +3,7 @@
 A file holds one record per (device, problem, bucket). Its text is canonical: the same records
 give the same bytes, and a retuned record is a diff of a few lines. YAML is read event by event,
 with no object construction, so a tag or an alias is refused before it can mean anything.
+The files of recorded calls, which say what to tune, are kept in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fagen.config import TEMPLATES, Config, one_line
 from fagen.device import ARCHITECTURES, Device
@@ -210,17 +212,7 @@ def load_records(path: str | Path) -> RecordFile:
             or alias. Nothing that stands in a file is ever run.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise StoreError(f"{path}: no file of tuned configs: it is over {MAX_BYTES >> 20} MiB")
-        text = data.decode()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{path}: not a text file: {error}. {_WHAT_TO_DO}") from None
-    reader = _Reader(text, path)
+    reader = _read(path, "tuned configs")
     content = reader.content
     if not isinstance(content, dict) or not content.keys() <= {"schema", "records"}:
         raise StoreError(
@@ -248,6 +240,21 @@ def load_records(path: str | Path) -> RecordFile:
     for entry in skipped:
         _log.info("%s, line %d: record skipped: %s", path, entry.line, entry.reason)
     return RecordFile(path, tuple(sorted(records.values(), key=_order)), tuple(skipped))
+
+
+def _read(path: Path, kind: str) -> _Reader:
+    """What stands in a file of a kind, such as "tuned configs"; see `load_records`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise StoreError(f"{path}: no file of {kind}: it is over {MAX_BYTES >> 20} MiB")
+        text = data.decode()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path}: not a text file: {error}. {_WHAT_TO_DO}") from None
+    return _Reader(text, path)
 
 
 def _parse(item: Any) -> Record:
@@ -280,17 +287,21 @@ def _keep_better(records: dict[Any, Record], record: Record) -> None:
 
 
 def _order(record: Record) -> tuple[Any, ...]:
-    p, b = record.problem, record.bucket
-    return (
-        (p.op, p.dtype, p.head_dim, p.causal, p.alignment),
-        (record.device.arch, record.device.key),
-        (b.seqlen_q, b.seqlen_k, b.batch_heads, b.group),
-    )
+    device = (record.device.arch, record.device.key)
+    return (_problem_order(record.problem), device, _bucket_order(record.bucket))
+
+
+def _problem_order(p: Problem) -> tuple[Any, ...]:
+    return (p.op, p.dtype, p.head_dim, p.causal, p.alignment)
+
+
+def _bucket_order(b: Bucket) -> tuple[int, ...]:
+    return (b.seqlen_q, b.seqlen_k, b.batch_heads, b.group)
 
 
 _WHAT_TO_DO = (
     "Nothing of it was used or changed: mend the line, restore the file from git, "
-    "or move it away and tune again"
+    "or move it away, and the next run writes a new one"
 )
 
 
@@ -396,24 +407,30 @@ def check_can_save(path: str | Path) -> None:
 
 @contextmanager
 def _to_change(path: str | Path) -> Iterator[RecordFile]:
-    """What stands in a file, under its lock; an OSError becomes a StoreError."""
+    """What stands in a file of records, under its lock; an OSError becomes a StoreError."""
+    with _locked(path) as place:
+        old = load_records(place) if place.exists() else RecordFile(place)
+        if any(entry.fields is None for entry in old.skipped):
+            raise StoreError(f"cannot add to {place}: {old.skipped[0].reason}: use a new file")
+        yield old
+
+
+@contextmanager
+def _locked(path: str | Path) -> Iterator[Path]:
+    """The place of a file, under its lock; an OSError becomes a StoreError."""
     from filelock import FileLock
 
     path = Path(path).expanduser().resolve()  # a link stays a link
     try:
         if path.exists() and not path.is_file():
-            raise StoreError(f"cannot write {path}: it is no file; give another `--out FILE`")
+            raise StoreError(f"cannot write {path}: it is no file; name another one")
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
-            old = load_records(path) if path.exists() else RecordFile(path)
-            if any(entry.fields is None for entry in old.skipped):
-                raise StoreError(f"cannot add to {path}: {old.skipped[0].reason}: use a new file")
-            yield old
+            yield path
     except OSError as error:
         why = (error.strerror or str(error)).rstrip(".")
         raise StoreError(
-            f"cannot write {path}: {why}. The file is as it was; "
-            "free the disk or give another `--out FILE`"
+            f"cannot write {path}: {why}. The file is as it was; free the disk or name another one"
         ) from None
 
 
@@ -447,16 +464,20 @@ def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
     header = _HEADER
     if ordered and not any(record.measured for record in ordered):
         header += _PREDICTED
+    return header + _yaml({"schema": SCHEMA, "records": items})
+
+
+def _yaml(content: dict[str, Any]) -> str:
     # The Python dumper, never the C one: both wrap long lines, but not in the same places.
-    body: str = yaml.dump(
-        {"schema": SCHEMA, "records": items},
+    text: str = yaml.dump(
+        content,
         Dumper=_Dumper,
         default_flow_style=None,
         sort_keys=False,
         allow_unicode=True,
         width=90,  # a line ends after the word that passes it
     )
-    return header + body
+    return text
 
 
 class _Dumper(yaml.SafeDumper):
@@ -465,14 +486,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _fields(record: Record) -> dict[str, Any]:
-    """A record as it stands in a file.
-
-    Every axis is written, to be edited; of the problem only what is not the default, so that a
-    problem may grow fields.
-    """
-    problem = record.problem.model_dump(include={"dtype", "head_dim", "causal"})
+    """A record as it stands in a file. Every axis is written, to be edited."""
     return {
-        "problem": problem | record.problem.model_dump(exclude_defaults=True),
+        "problem": _problem_fields(record.problem),
         "shape": record.shape.model_dump(),
         "device": record.device.model_dump(),
         "config": record.config.model_dump(),
@@ -480,6 +496,111 @@ def _fields(record: Record) -> dict[str, Any]:
         "result": record.result.model_dump(exclude_none=True),
         "provenance": record.provenance.model_dump(exclude_none=True),
     }
+
+
+def _problem_fields(problem: Problem) -> dict[str, Any]:
+    """Only what is not the default, so that a problem may grow fields; and what all have."""
+    common = problem.model_dump(include={"dtype", "head_dim", "causal"})
+    return common | problem.model_dump(exclude_defaults=True)
+
+
+# ---- recorded calls ----
+
+
+class Calls(_Part):
+    """How often a program called one problem with shapes of one bucket.
+
+    Attributes:
+        problem: the static question.
+        shape: the lengths that were seen most often.
+        calls: how many calls were of the bucket of `shape`.
+        shape_calls: how many of them had exactly these lengths.
+    """
+
+    problem: Problem
+    shape: Shape
+    calls: int = Field(ge=1)
+    shape_calls: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _can_be_tuned(self) -> Self:
+        if self.shape.flops(self.problem) == 0:
+            raise ValueError(f"{self.shape} has nothing to compute: lengths have to be above 0")
+        if self.shape_calls > self.calls:
+            raise ValueError(f"shape_calls is {self.shape_calls}, more than calls, {self.calls}")
+        return self
+
+
+def load_calls(path: str | Path) -> tuple[Calls, ...]:
+    """What `save_calls` wrote, one entry per problem and bucket, in canonical order.
+
+    Raises:
+        StoreError: the file is missing, damaged, or no file of recorded calls; as `load_records`,
+            but an entry that this version cannot use is an error.
+    """
+    path = Path(path).expanduser()
+    reader = _read(path, "recorded calls")
+    content = reader.content
+    if (
+        not isinstance(content, dict)
+        or content.keys() != {"schema", "calls"}
+        or content["schema"] != SCHEMA
+        or not isinstance(content["calls"], list)
+    ):
+        raise StoreError(
+            f"{path}: not a file of recorded calls: it has to hold `schema: {SCHEMA}` and a list "
+            "`calls:`, and nothing else. `with fagen.record(FILE):` writes one"
+        )
+    entries = []
+    for item in content["calls"]:
+        try:
+            entries.append(Calls.model_validate(item))
+        except ValidationError as error:
+            line = reader.line_of(item)
+            raise StoreError(f"{path}, line {line}: {one_line(error)}. {_WHAT_TO_DO}") from None
+    return _merged(entries)
+
+
+def save_calls(path: str | Path, calls: Iterable[Calls]) -> None:
+    """Add calls to those of a file, which is created if there is none; as safe as `save_records`.
+
+    Raises:
+        StoreError: the file is damaged or cannot be written; it is as it was.
+    """
+    with _locked(path) as place:
+        old = load_calls(place) if place.exists() else ()
+        items = [
+            {"problem": _problem_fields(entry.problem)} | entry.model_dump(exclude={"problem"})
+            for entry in _merged([*old, *calls])
+        ]
+        _replace(place, _CALLS_HEADER + _yaml({"schema": SCHEMA, "calls": items}))
+
+
+_CALLS_HEADER = """\
+# What a program called, written by `fagen.record`; `fagen tune --from FILE` tunes it.
+# calls: of this problem with lengths like these; shape_calls: with exactly these.
+"""
+
+
+def _merged(entries: Iterable[Calls]) -> tuple[Calls, ...]:
+    """One entry per problem and bucket, with the shape that was seen most often."""
+    of_bucket: Counter[tuple[Problem, Bucket]] = Counter()
+    of_shape: Counter[tuple[Problem, Shape]] = Counter()
+    for entry in entries:
+        of_bucket[entry.problem, entry.shape.bucket()] += entry.calls
+        of_shape[entry.problem, entry.shape] += entry.shape_calls
+    merged: dict[tuple[Problem, Bucket], Calls] = {}
+    # By falling count, then by lengths, so that a tie does not depend on the order of entries.
+    for (problem, shape), count in sorted(
+        of_shape.items(), key=lambda item: (-item[1], str(item[0][1]))
+    ):
+        key = (problem, shape.bucket())
+        if key not in merged:
+            merged[key] = Calls(
+                problem=problem, shape=shape, calls=of_bucket[key], shape_calls=count
+            )
+    ordered = sorted(merged, key=lambda key: (_problem_order(key[0]), _bucket_order(key[1])))
+    return tuple(merged[key] for key in ordered)
 
 
 # ---- the files that a call looks into ----

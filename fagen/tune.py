@@ -32,8 +32,9 @@ from fagen.problem import Dtype, Problem, Shape, standard_shape
 from fagen.processes import in_processes
 from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, Tried, open_storage, search
-from fagen.space import default_config
+from fagen.space import default_config, why_illegal
 from fagen.store import (
+    Calls,
     Card,
     Provenance,
     Record,
@@ -41,6 +42,7 @@ from fagen.store import (
     Store,
     check_can_save,
     digest,
+    load_calls,
     save_records,
     user_overlay_path,
 )
@@ -103,6 +105,26 @@ def standard_tasks(
         one_a_bucket = {shape.bucket(): shape for shape in shapes}
         tasks.append(Task(problem, tuple(one_a_bucket.values())))
     return tasks
+
+
+def tasks_from(path: str | Path) -> list[Task]:
+    """The problems that a program called, as `fagen.record` wrote them; the most called first.
+
+    Of each bucket of shapes, the task has the shape that was seen most often.
+
+    Raises:
+        StoreError: if the file cannot be read, or is no file of recorded calls.
+        ArgumentError: if it holds no call.
+    """
+    by_problem: dict[Problem, list[Calls]] = {}
+    for entry in sorted(load_calls(path), key=lambda entry: -entry.calls):
+        by_problem.setdefault(entry.problem, []).append(entry)
+    if not by_problem:
+        raise ArgumentError(
+            f"{path} holds no calls: call fagen.attention inside `with fagen.record(...):`"
+        )
+    ranked = sorted(by_problem.items(), key=lambda item: -sum(entry.calls for entry in item[1]))
+    return [Task(problem, tuple(entry.shape for entry in calls)) for problem, calls in ranked]
 
 
 def estimate_seconds(
@@ -306,6 +328,13 @@ def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
             f"{', '.join(allowed)}"
         )
     for task in tasks:
+        fitting = _template(template, task.problem, device)
+        default = default_config(task.problem, device, fitting)
+        if broken := why_illegal(default, task.problem, device):
+            raise UnsupportedError(
+                f"{task.problem} has no legal config of {fitting}: {broken}. Name no template, "
+                "and each problem gets the one that fits"
+            )
         for shape in task.shapes:
             size = shape.bytes(task.problem)
             if size > MAX_SHAPE_BYTES:

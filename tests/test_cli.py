@@ -23,9 +23,10 @@ from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.errors import DeviceError
 from fagen.outcome import Measured
+from fagen.problem import Problem, Shape
 from fagen.search import Tried
 from fagen.space import default_config
-from fagen.store import Card
+from fagen.store import Calls, Card, save_calls
 from fagen.tune import (
     Notice,
     OnEvent,
@@ -71,6 +72,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EXPLAIN = ("explain", "--arch", "sm90")
 EMIT = ("emit", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", "-o", "-")
+FROM = ("tune", "--arch", "sm90", "--from")
 TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seqlen", "512")
 
 
@@ -106,6 +108,11 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE[:1], "--arch", ""), "sm80, sm86"),
         ((*TUNE, "--device", "3"), "CUDA device"),
         (("tune",), "--arch"),
+        ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
+        ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),
+        ((*FROM, "no/such.yaml"), "cannot read no/such.yaml"),
+        ((*FROM, __file__), "test_cli.py"),
+        ((*FROM, "/dev/zero"), "no file of recorded calls"),
         (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2"),
         (("bench", "--from", "no.json"), "no.json"),
         (("bench",), "driver"),
@@ -155,23 +162,24 @@ def commands() -> dict[str, Any]:
 
 def test_every_command_has_an_example() -> None:
     assert commands().keys() == cli.EXAMPLES.keys()
+    assert all(cli.EXAMPLES.values())
 
 
 @pytest.mark.parametrize("name", cli.EXAMPLES)
-def test_the_example_stands_in_the_help_and_parses(fagen: Fagen, name: str) -> None:
-    example = cli.EXAMPLES[name]
+def test_the_examples_stand_in_the_help_and_parse(fagen: Fagen, name: str) -> None:
     shown = fagen(*name.split(), "--help")
     assert shown.code == 0
-    assert example in re.sub(r"\s+", " ", shown.out)
-    words = shlex.split(example)[1 + len(name.split()) :]
-    commands()[name].make_context(name, words)  # raises what a user would see
+    for example in cli.EXAMPLES[name]:
+        assert example in re.sub(r"\s+", " ", shown.out)
+        words = shlex.split(example)[1 + len(name.split()) :]
+        commands()[name].make_context(name, words)  # raises what a user would see
 
 
 def test_the_contract_of_the_flags() -> None:
     """Names that scripts rely on."""
     wanted = {
         "tune": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
-        " --kv-heads --trials --budget --sampler --seed --device --storage --resume --out",
+        " --kv-heads --from --trials --budget --sampler --seed --device --storage --resume --out",
         "emit": "--arch --dtype --head-dim --causal --no-causal --set --format -o",
         "list": "--config --json",
         "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
@@ -407,6 +415,25 @@ def test_tune_takes_several_problems(
         (100, 8, 2),
         (1000, 8, 2),
     }
+
+
+def test_tune_takes_what_a_program_called(
+    fagen: Fagen, scripted_tune: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "shapes.yaml"
+    save_calls(path, [])
+    code, _, err = fagen(*FROM, str(path))
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "holds no calls" in err
+    problem = Problem(dtype="fp16", head_dim=40, alignment=2)
+    shape = Shape(batch=1, seqlen_q=7, seqlen_k=900, heads_q=8, heads_kv=2)
+    save_calls(path, [Calls(problem=problem, shape=shape, calls=3, shape_calls=3)])
+    code, out, _ = fagen(*FROM, str(path), "--trials", "50", "--budget", "2m", "--out", "o.yaml")
+    (options,) = scripted_tune
+    assert options["tasks"] == [Task(problem, (shape,))]
+    assert (options["trials"], options["budget_s"], options["out"]) == (50, 120, Path("o.yaml"))
+    assert code == 130
+    assert f"--from {path} --trials 50" in out  # how to go on
 
 
 def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:

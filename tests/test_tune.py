@@ -41,6 +41,7 @@ H200 = KNOWN_DEVICES["NVIDIA H200"]
 FIXED = {"exp2_fma_every": 0, "head_grouping": True, "p_in_smem": False, "block_k": 128}
 TASKS = standard_tasks(dtypes=["bf16"], head_dims=[128], causal=[True], seqlens=[512, 8192])
 TASK = TASKS[0]
+NARROW = Task(Problem(dtype="bf16", head_dim=64, alignment=2), TASK.shapes)
 Fate = Callable[[AnyConfig, Shape], Outcome | None]
 
 
@@ -294,6 +295,12 @@ def test_without_a_device_records_are_predicted_and_say_so(tmp_path: Path) -> No
         assert record.provenance.driver is None
 
 
+def test_narrow_problems_take_the_template_that_can(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, tasks=[NARROW], trials=3, fixed=None)
+    assert {record.problem for record in result.records} == {NARROW.problem}
+    assert {record.config.template for record in result.records} == {"forward_sm80"}
+
+
 def test_another_card_predicts(tmp_path: Path) -> None:
     result, events = run(tmp_path, arch=architecture("sm86"), fixed=None)
     assert not result.measured
@@ -377,6 +384,7 @@ def test_saved_records_are_announced_with_their_file(tmp_path: Path) -> None:
     [
         ({"arch": architecture("sm80"), "template": "forward_sm90"}, "allowed are forward_sm80"),
         ({"tasks": standard_tasks(seqlens=[1 << 40])}, "more than any card has"),
+        ({"tasks": [NARROW], "template": "forward_sm90"}, "narrow has no legal config of forward"),
     ],
 )
 def test_what_no_trial_could_answer_is_refused_at_once(
