@@ -40,6 +40,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "list": ("fagen list --json",),
     "explain": ("fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",),
     "bench": ("fagen bench --head-dim 128 --against fa3,cudnn --json results.json",),
+    "report": ("fagen report --study d128_causal --bench results.json -o report/",),
     "check": ("fagen check --arch sm90 --sample 300",),
     "doctor": ("fagen doctor",),
     "cache path": ("fagen cache path",),
@@ -596,6 +597,47 @@ def bench(
     if readme:
         room.write_table(report, readme)
     print(room.markdown(report))
+
+
+@app.command(epilog=_example("report"))
+def report(
+    out: Annotated[
+        Path, typer.Option("-o", "--out", help="The folder to write into.", metavar="FOLDER")
+    ],
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="A journal file or a URL, as of `fagen tune`. Default: what it wrote last."
+        ),
+    ] = None,
+    study: Annotated[
+        list[str] | None,
+        typer.Option(help="A study's name or a part of it; may be repeated. Default: all."),
+    ] = None,
+    bench: Annotated[
+        Path | None,
+        typer.Option(help="Results of `fagen bench --json`: the peers.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Show the studies that `fagen tune` keeps: one HTML page, and its plots as PNG files.
+
+    Needs matplotlib, which the extra "report" installs.
+    """
+    from fagen import report as room
+    from fagen.bench import load_results
+    from fagen.tune import last_storage
+
+    written = room.report(
+        storage if storage is not None else last_storage(),
+        out,
+        studies=study or (),
+        bench=load_results(bench) if bench else None,
+    )
+    for name in written.ignored:
+        print(f"left out, not of `fagen tune`: {name}", file=sys.stderr)
+    studies = len(written.studies)
+    counted = f"{studies} {'study' if studies == 1 else 'studies'}"
+    print(f"{written.page}: {counted}, {_counted(len(written.plots), 'plot')} beside it")
 
 
 @app.command(epilog=_example("check"))

@@ -19,9 +19,10 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
+from pydantic import ValidationError
 
 from fagen import space
-from fagen.config import TEMPLATES, AnyConfig
+from fagen.config import TEMPLATES, AnyConfig, parse_config
 from fagen.device import Device
 from fagen.errors import ArgumentError, MissingDependencyError, StoreError
 from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected
@@ -211,10 +213,11 @@ def _mend(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Tried:
-    """A config and what became of it."""
+    """A config and what became of it, and when, if that was kept (in local time)."""
 
     config: AnyConfig
     outcome: Outcome
+    when: datetime | None = None
 
     @property
     def time_us(self) -> float:
@@ -234,6 +237,7 @@ class Study:
         seeds: configs to try first, the most promising one first.
         storage: of `open_storage`, or None to keep nothing.
         resume: go on with the kept study of that name. Without it, a new one gets a number.
+        about: JSON values that are kept beside the trials, for those who read them.
 
     Attributes:
         name: the name of the kept study.
@@ -252,6 +256,7 @@ class Study:
         seeds: Sequence[AnyConfig] = (),
         storage: BaseStorage | None = None,
         resume: bool = False,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.legal = legal
         self.tried: list[Tried] = []
@@ -263,6 +268,9 @@ class Study:
         # The axes' values are part of the name: Optuna refuses a study whose axes change.
         digest = hashlib.sha256(repr(legal.axes).encode()).hexdigest()[:6]
         self.name, self._kept = _keep(f"{name} axes-{digest}", storage, resume)
+        if self._kept is not None:
+            for key, value in (about or {}).items():
+                self._kept.set_user_attr(key, value)
         previous = self._load()
         self.resumed = len(previous)
         self._rng = np.random.default_rng([seed, self.resumed])
@@ -409,14 +417,17 @@ class Study:
         found: list[tuple[int, Outcome]] = []
         for trial in self._kept.get_trials(deepcopy=False) if self._kept is not None else ():
             row = self.legal.find(trial.params)
-            fields = {k: v for k, v in trial.user_attrs.items() if k != "config"}
-            if row is None or fields.get("kind") == "illegal":
-                continue
-            if trial.state == TrialState.COMPLETE:
-                found.append((row, Measured(**{k: v for k, v in fields.items() if k != "kind"})))
-            else:
-                found.append((row, Rejected(**fields)))
+            if row is not None and trial.user_attrs.get("kind") != "illegal":
+                found.append((row, _outcome(trial)))
         return found
+
+
+def _outcome(trial: FrozenTrial) -> Outcome:
+    """What `Study` kept in a trial."""
+    fields = {key: value for key, value in trial.user_attrs.items() if key != "config"}
+    if trial.state == TrialState.COMPLETE:
+        return Measured(**{key: value for key, value in fields.items() if key != "kind"})
+    return Rejected(**fields)
 
 
 def _keep(name: str, storage: BaseStorage | None, resume: bool) -> tuple[str, optuna.Study | None]:
@@ -462,6 +473,70 @@ def _sampler(name: str, seed: int) -> BaseSampler:
             raise MissingDependencyError(
                 f"the sampler {name!r} needs more packages: {error}"
             ) from None
+
+
+# ---- reading what was kept ----
+
+
+@dataclass(frozen=True)
+class KeptStudy:
+    """A study as its storage holds it.
+
+    Attributes:
+        name: that of the study.
+        about: what was kept beside the trials.
+        tried: its trials in order, the sampler's asks for illegal configs among them.
+        unreadable: trials that are none of this version's.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    tried: tuple[Tried, ...]
+    unreadable: int
+
+
+def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStudy]:
+    """The studies of a storage, in the order that they were started.
+
+    Args:
+        where: as for `open_storage`, but it has to exist.
+        wanted: names; one that no study has stands for all that contain it. None: every study.
+
+    Raises:
+        ArgumentError: where there is no storage, or no such study.
+        StoreError: as `open_storage`.
+    """
+    file = str(where).removeprefix("sqlite:///")
+    if "://" not in file and not Path(file).expanduser().is_file():
+        raise ArgumentError(f"{where}: no such storage; `fagen tune --storage` writes one")
+    storage = open_storage(where)
+    names = optuna.get_all_study_names(storage)
+    chosen = set() if wanted else set(names)
+    for part in wanted:
+        found = {part} & set(names) or {name for name in names if part in name}
+        if not found:
+            raise ArgumentError(
+                f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
+            )
+        chosen |= found
+    return [_read_study(name, storage) for name in names if name in chosen]
+
+
+def _read_study(name: str, storage: BaseStorage) -> KeptStudy:
+    study = optuna.load_study(study_name=name, storage=storage)
+    tried = [_read_trial(trial) for trial in study.get_trials(deepcopy=False)]
+    readable = tuple(each for each in tried if each is not None)
+    return KeptStudy(name, study.user_attrs, readable, len(tried) - len(readable))
+
+
+def _read_trial(trial: FrozenTrial) -> Tried | None:
+    """What a trial tells, or None if this version's `Study` did not keep it."""
+    template = str(trial.user_attrs.get("config")).partition(" ")[0]
+    try:
+        config = parse_config({"template": template, **trial.params})
+        return Tried(config, _outcome(trial), trial.datetime_complete)
+    except (ArgumentError, ValidationError):
+        return None
 
 
 # ---- the loop ----

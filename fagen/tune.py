@@ -232,10 +232,34 @@ class TuneResult:
 
 def default_storage(device: Device) -> Path:
     """The journal file of a card's studies."""
+    slug = re.sub(r"\W+", "-", device.key).strip("-")
+    return _studies_folder() / f"{slug}.journal"
+
+
+def last_storage() -> Path:
+    """The journal file, of all cards', that was written last.
+
+    Raises:
+        ArgumentError: if there is none.
+    """
+    journals = list(_studies_folder().glob("*.journal"))
+    if not journals:
+        raise ArgumentError(
+            f"{_studies_folder()} holds no studies: `fagen tune` makes some, or name a --storage"
+        )
+    return max(journals, key=lambda path: path.stat().st_mtime)
+
+
+def _studies_folder() -> Path:
     from platformdirs import user_state_path
 
-    slug = re.sub(r"\W+", "-", device.key).strip("-")
-    return user_state_path("fagen", appauthor=False) / "studies" / f"{slug}.journal"
+    return user_state_path("fagen", appauthor=False) / "studies"
+
+
+def study_name(device: Device, problem: Problem, shape: Shape, template: str) -> str:
+    """The name of a kept study, without what `search.Study` adds; report.py takes it apart."""
+    version = TEMPLATES[template].axes_version
+    return f"{device.key} {problem} {shape.bucket()} {template} v{version}"
 
 
 # ---- the verb ----
@@ -427,8 +451,7 @@ class _Tuning:
         known = _known_configs(problem, template, device, self.out)
         studies = [
             Study(
-                f"{device.key} {problem} {shape.bucket()} {template} "
-                f"v{TEMPLATES[template].axes_version}",
+                study_name(device, problem, shape, template),
                 legal,
                 sampler=self.sampler,
                 seed=self.seed + index,
@@ -440,6 +463,7 @@ class _Tuning:
                 ],
                 storage=self.storage,
                 resume=self.resume,
+                about={"shape": shape.model_dump(), "device": device.model_dump()},
             )
             for index, shape in enumerate(task.shapes)
         ]

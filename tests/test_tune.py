@@ -19,7 +19,8 @@ from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.search import open_storage
+from fagen.report import summarise
+from fagen.search import open_storage, read_studies
 from fagen.space import default_config, why_illegal
 from fagen.store import load_records
 from fagen.tune import (
@@ -32,6 +33,7 @@ from fagen.tune import (
     TuneResult,
     default_storage,
     estimate_seconds,
+    last_storage,
     standard_tasks,
     tune,
 )
@@ -155,6 +157,18 @@ def test_the_kept_studies_list_every_trial(tmp_path: Path) -> None:
         measured = [t for t in kept.get_trials() if t.state.name == "COMPLETE"]
         assert len(measured) == 40
         assert all(t.user_attrs["cubin"] and "block_n" in t.params for t in measured)
+
+
+def test_a_report_knows_what_was_tuned(tmp_path: Path) -> None:
+    """The names and notes of the kept studies, where they are made and where they are read."""
+    shape = Shape(batch=3, seqlen_q=700, seqlen_k=900, heads_q=10, heads_kv=5)
+    for problem in (TASK.problem, NARROW.problem):
+        result, _ = run(tmp_path, tasks=[Task(problem, (shape,))], trials=2, fixed=None)
+        (kept,) = read_studies(result.storage, result.studies)
+        summary = summarise(kept)
+        assert summary is not None
+        assert (summary.problem, summary.shape, summary.device) == (problem, shape, H200)
+        assert len(summary.measured) == 2
 
 
 def test_the_default_wins_where_the_search_was_lucky(tmp_path: Path) -> None:
@@ -335,6 +349,7 @@ def test_the_default_storage_is_one_journal_per_card(tmp_path: Path) -> None:
     assert result.storage == str(default_storage(H200))
     assert Path(result.storage).name == "NVIDIA-H200-132-SMs.journal"
     assert Path(result.storage).is_file()
+    assert last_storage() == Path(result.storage)
 
 
 def test_each_task_gets_its_share_of_the_budget(
