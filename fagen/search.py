@@ -506,7 +506,9 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
         ArgumentError: where there is no storage, or no such study.
         StoreError: as `open_storage`.
     """
-    file = str(where).removeprefix("sqlite:///")
+    file = str(where)
+    if file.startswith("sqlite:///"):  # which would be made
+        file = file.removeprefix("sqlite:///").partition("?")[0]
     if "://" not in file and not Path(file).expanduser().is_file():
         raise ArgumentError(f"{where}: no such storage; `fagen tune --storage` writes one")
     storage = open_storage(where)

@@ -69,7 +69,7 @@ def all_failed(number: int) -> Outcome:
 
 
 def keep(
-    path: Path, legal: LegalSet, judge: Judge = mixed, trials: int = 9, **about: object
+    path: Path | str, legal: LegalSet, judge: Judge = mixed, trials: int = 9, **about: object
 ) -> Study:
     """A study of so many trials, the default first."""
     seeds = [default_config(PROBLEM, H200, TEMPLATE).model_copy(update=FIXED)]
@@ -110,7 +110,7 @@ def test_the_page_names_every_study_and_config(tmp_path: Path, legal: LegalSet) 
 
 
 def test_studies_are_chosen_by_name_or_a_part_of_it(tmp_path: Path, legal: LegalSet) -> None:
-    path = tmp_path / "trials.journal"
+    path = f"sqlite:///{tmp_path}/trials.db?timeout=9"
     names = [keep(path, legal, trials=1).name for _ in range(2)]
     assert [study.name for study in read_studies(path, [names[0]])] == names[:1]
     assert [study.name for study in read_studies(path, ["#2"])] == names[1:]
