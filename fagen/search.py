@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected
 from fagen.problem import Problem
 
 SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
+NEEDED = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}  # packages, which Optuna imports late
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
 PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
 LOCK_SECONDS = 60.0
@@ -464,15 +466,15 @@ def _sampler(name: str, seed: int) -> BaseSampler:
     }
     if name not in make:
         raise ArgumentError(f"unknown sampler {name!r}: allowed are {', '.join(SAMPLERS)}")
+    missing = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"the sampler {name!r} needs more packages: pip install {' '.join(missing)}"
+        )
     with warnings.catch_warnings():
         # Options that Optuna calls experimental; the versions that fagen takes all have them.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        try:
-            return make[name]()
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"the sampler {name!r} needs more packages: {error}"
-            ) from None
+        return make[name]()
 
 
 # ---- reading what was kept ----

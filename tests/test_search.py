@@ -16,7 +16,7 @@ import pytest
 
 from fagen.config import AnyConfig, Sm80Forward, parse_config
 from fagen.device import KNOWN_DEVICES
-from fagen.errors import ArgumentError, StoreError
+from fagen.errors import ArgumentError, MissingDependencyError, StoreError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
@@ -114,6 +114,14 @@ def test_search_asks_legal_configs_once_each(legal: LegalSet, table: Table, samp
     assert all(why_illegal(config, PROBLEM, DEVICE) is None for config in seen)
     assert seen[0] == default
     assert time_of(study) == min(tried.time_us for tried in study.measured)
+
+
+def test_a_sampler_names_the_packages_that_it_lacks(
+    legal: LegalSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fagen.search.find_spec", lambda package: None)
+    with pytest.raises(MissingDependencyError, match="pip install scipy torch"):
+        Study("table", legal, sampler="gp", seed=1)
 
 
 def test_tpe_finds_what_chance_does_not(legal: LegalSet, table: Table) -> None:
