@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from fagen import driver
 from fagen.errors import FagenError
 from fagen.store import CONFIG_VARIABLE
+
+# A shell's background job ignores Ctrl-C, and its children inherit that: tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _why_no_device() -> str | None:
