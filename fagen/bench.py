@@ -462,11 +462,11 @@ def bench(
 def _line(cell: Cell) -> str:
     speeds = "  ".join(f"{name} {tflops:.0f}" for name, tflops in cell.tflops.items())
     failures = "".join(f"  {name}: {why}" for name, why in cell.failed.items())
-    return f"d{cell.head_dim} {_mask(cell)} {cell.seqlen:>5}: {speeds}{failures}"
+    return f"d{cell.head_dim} {_mask(cell.causal)} {cell.seqlen:>5}: {speeds}{failures}"
 
 
-def _mask(cell: Cell) -> str:
-    return "causal" if cell.causal else "full"
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "full"
 
 
 # ---- files and tables ----
@@ -510,8 +510,7 @@ def markdown(results: Results) -> str:
     cells = {(c.head_dim, c.causal, c.seqlen): c for c in results.cells}
     for head_dim, causal in dict.fromkeys((c.head_dim, c.causal) for c in results.cells):
         row = [_entry(cells.get((head_dim, causal, seqlen)), results.peers) for seqlen in seqlens]
-        mask = "causal" if causal else "full"
-        lines.append(f"| head dim {head_dim}, {mask} | {' | '.join(row)} |")
+        lines.append(f"| head dim {head_dim}, {_mask(causal)} | {' | '.join(row)} |")
     return "\n".join([*lines, "", *_summary(results)])
 
 
