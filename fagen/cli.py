@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fagen.device import Device
     from fagen.problem import Problem, Shape
     from fagen.store import Record, Store
-    from fagen.tune import Task
+    from fagen.tasks import Task
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -302,10 +302,11 @@ def tune(
     """
     from rich.console import Console
 
-    from fagen import tune as room
+    from fagen import tuner as room
     from fagen.config import TEMPLATES
     from fagen.progress import TuneProgress, span
     from fagen.search import SAMPLERS
+    from fagen.tasks import tasks_from
 
     card, present = _device(arch, device)
     if sampler not in SAMPLERS:
@@ -317,7 +318,7 @@ def tune(
         tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
     else:
         _refuse_problem_flags(ctx)
-        tasks = room.tasks_from(recorded)
+        tasks = tasks_from(recorded)
     expected = room.estimate_seconds(tasks, trials, measured=present is not None)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
@@ -376,7 +377,7 @@ def _tasks(
     heads: int | None,
     kv_heads: int | None,
 ) -> list[Task]:
-    from fagen import tune as room
+    from fagen import tasks as room
     from fagen.config import as_argument_error
 
     chosen: dict[str, Any] = {
@@ -625,7 +626,7 @@ def report(
     """
     from fagen import report as room
     from fagen.bench import load_results
-    from fagen.tune import last_storage
+    from fagen.studies import last_storage
 
     written = room.report(
         storage if storage is not None else last_storage(),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from fagen.config import AnyConfig
 
 RejectionKind = Literal[
     "illegal",  # breaks a rule of space.py, or was asked for before
@@ -56,3 +60,17 @@ class Rejected(BaseModel):
 
 
 Outcome = Measured | Rejected
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A config and what became of it, and when, if that was kept (in local time)."""
+
+    config: AnyConfig
+    outcome: Outcome
+    when: datetime | None = None
+
+    @property
+    def time_us(self) -> float:
+        """Its time in microseconds, infinite for a rejection."""
+        return self.outcome.time_us if isinstance(self.outcome, Measured) else float("inf")

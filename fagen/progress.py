@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fagen.outcome import Measured
+from fagen.events import Event, Notice, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.outcome import Measured, Tried
 from fagen.problem import Problem, Shape
-from fagen.search import Tried
-from fagen.tune import Event, Notice, PhaseChanged, RecordSaved, TaskStarted, TrialDone
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,10 +22,10 @@ from fagen import model
 from fagen.config import TEMPLATES
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.outcome import Measured, Rejected
+from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
-from fagen.search import KeptStudy, Tried, read_studies
 from fagen.space import default_config
+from fagen.studies import KeptStudy, read_studies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,49 +7,39 @@ recorded table stands in for a GPU::
     search([study], lambda configs: ((c, [table[c]]) for c in configs), trials=100)
 
 Each study lives twice. The sampler works on one in memory, where a rejection counts as a bad
-value, so that the sampler learns to stay away. The kept one, in the storage, gets each finished
-trial as one whole write, a rejection as a failed trial with its kind and reason: kill -9 leaves
-no half trials behind, and `optuna.load_study` or optuna-dashboard read it like any other.
+value, so that the sampler learns to stay away. The kept one (`studies`) gets each finished trial.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from datetime import datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, Trial, TrialState
-from pydantic import ValidationError
+from optuna.storages import BaseStorage
+from optuna.trial import Trial, TrialState
 
 from fagen import space
-from fagen.config import TEMPLATES, AnyConfig, parse_config
+from fagen.config import TEMPLATES, AnyConfig
 from fagen.device import Device
-from fagen.errors import ArgumentError, MissingDependencyError, StoreError
-from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected
+from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem
+from fagen.studies import keep_study, keep_trial, kept_outcomes
 
 SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
 NEEDED = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}  # packages, which Optuna imports late
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
 PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
-LOCK_SECONDS = 60.0
-
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 # ---- the legal set ----
@@ -134,97 +124,7 @@ class LegalSet:
         return int(rng.choice(np.flatnonzero(distance == distance.min())))
 
 
-# ---- the storage ----
-
-
-class _KernelLock:
-    """The journal's lock by flock: the kernel frees it when its holder dies, however it dies.
-
-    Optuna's own locks are files that outlive a killed process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from filelock import FileLock
-
-        self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS)
-
-    def acquire(self) -> bool:
-        self._lock.acquire()
-        return True
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def open_storage(where: str | Path) -> BaseStorage:
-    """Optuna's storage at a database URL (sqlite:///trials.db) or in a journal file.
-
-    A last line that a killed process left half written is cut off, since Optuna would glue the
-    next one to it and fail from then on.
-
-    Raises:
-        ArgumentError: for a URL that cannot be opened.
-        StoreError: for a file that cannot be read or written, or is no journal.
-    """
-    if "://" in str(where):
-        from sqlalchemy.exc import SQLAlchemyError
-
-        try:
-            return RDBStorage(str(where))
-        except (ImportError, ValueError, SQLAlchemyError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise ArgumentError(f"cannot open the storage {where}: {first_line}") from None
-    path = Path(where).expanduser().absolute()
-    lock = _KernelLock(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-        try:
-            _mend(path)
-        finally:
-            lock.release()
-        # Duck-typed: the base class of Optuna's locks is not public.
-        backend = JournalFileBackend(str(path), lock_obj=lock)  # type: ignore[arg-type]
-        return JournalStorage(backend)
-    except OSError as error:
-        raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
-
-
-def _mend(path: Path) -> None:
-    """Cuts a torn last line off a journal.
-
-    Raises:
-        ValueError: if it is another kind of file, which stays as it is.
-    """
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        text = file.read()
-        whole = text.rfind(b"\n") + 1
-        first, newline, _ = text.partition(b"\n")
-        if newline and "op_code" not in json.loads(first):
-            raise ValueError("its first line is none of Optuna's")
-        if whole != len(text):
-            file.truncate(whole)
-
-
 # ---- one study ----
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A config and what became of it, and when, if that was kept (in local time)."""
-
-    config: AnyConfig
-    outcome: Outcome
-    when: datetime | None = None
-
-    @property
-    def time_us(self) -> float:
-        """Its time in microseconds, infinite for a rejection."""
-        return self.outcome.time_us if isinstance(self.outcome, Measured) else float("inf")
 
 
 class Study:
@@ -269,7 +169,7 @@ class Study:
         }
         # The axes' values are part of the name: Optuna refuses a study whose axes change.
         digest = hashlib.sha256(repr(legal.axes).encode()).hexdigest()[:6]
-        self.name, self._kept = _keep(f"{name} axes-{digest}", storage, resume)
+        self.name, self._kept = keep_study(f"{name} axes-{digest}", storage, resume)
         if self._kept is not None:
             for key, value in (about or {}).items():
                 self._kept.set_user_attr(key, value)
@@ -356,7 +256,7 @@ class Study:
         if row is None or row not in self._pending:
             return False
         self._tell(row, self._pending.pop(row), outcome)
-        self._keep(self.legal.parameters(row), str(config), outcome)
+        self._keep(config, outcome)
         return True
 
     def release(self) -> None:
@@ -397,53 +297,17 @@ class Study:
             reason = broken or "not in the legal set"
         # No penalty: what is best often lies beside what is illegal.
         self._study.tell(trial, state=TrialState.FAIL)
-        self._keep(trial.params, str(config), Rejected(kind="illegal", reason=reason))
+        self._keep(config, Rejected(kind="illegal", reason=reason))
 
-    def _keep(self, parameters: dict[str, Any], name: str, outcome: Outcome) -> None:
-        if self._kept is None:
-            return
-        measured = isinstance(outcome, Measured)
-        kind = {"kind": "measured"} if measured else {}
-        self._kept.add_trial(
-            optuna.trial.create_trial(
-                state=TrialState.COMPLETE if measured else TrialState.FAIL,
-                value=outcome.time_us if isinstance(outcome, Measured) else None,
-                params=parameters,
-                distributions=self._distributions,
-                user_attrs={"config": name} | kind | outcome.model_dump(),
-            )
-        )
+    def _keep(self, config: AnyConfig, outcome: Outcome) -> None:
+        if self._kept is not None:
+            keep_trial(self._kept, config, self._distributions, outcome)
 
     def _load(self) -> list[tuple[int, Outcome]]:
         """The trials of the kept study that are points of the legal set."""
-        found: list[tuple[int, Outcome]] = []
-        for trial in self._kept.get_trials(deepcopy=False) if self._kept is not None else ():
-            row = self.legal.find(trial.params)
-            if row is not None and trial.user_attrs.get("kind") != "illegal":
-                found.append((row, _outcome(trial)))
-        return found
-
-
-def _outcome(trial: FrozenTrial) -> Outcome:
-    """What `Study` kept in a trial."""
-    fields = {key: value for key, value in trial.user_attrs.items() if key != "config"}
-    if trial.state == TrialState.COMPLETE:
-        return Measured(**{key: value for key, value in fields.items() if key != "kind"})
-    return Rejected(**fields)
-
-
-def _keep(name: str, storage: BaseStorage | None, resume: bool) -> tuple[str, optuna.Study | None]:
-    """The kept study: the last one of that name to go on with, or a new one under a free name."""
-    if storage is None:
-        return name, None
-    taken = set(optuna.get_all_study_names(storage))
-    number = 1
-    while f"{name} #{number + 1}" in taken:
-        number += 1
-    last = f"{name} #{number}" if number > 1 else name
-    if name in taken and not resume:
-        last = f"{name} #{number + 1}"
-    return last, optuna.create_study(study_name=last, storage=storage, load_if_exists=True)
+        kept = kept_outcomes(self._kept) if self._kept is not None else ()
+        found = ((self.legal.find(axes), outcome) for axes, outcome in kept)
+        return [(row, outcome) for row, outcome in found if row is not None]
 
 
 def _sampler(name: str, seed: int) -> BaseSampler:
@@ -475,72 +339,6 @@ def _sampler(name: str, seed: int) -> BaseSampler:
         # Options that Optuna calls experimental; the versions that fagen takes all have them.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         return make[name]()
-
-
-# ---- reading what was kept ----
-
-
-@dataclass(frozen=True)
-class KeptStudy:
-    """A study as its storage holds it.
-
-    Attributes:
-        name: that of the study.
-        about: what was kept beside the trials.
-        tried: its trials in order, the sampler's asks for illegal configs among them.
-        unreadable: trials that are none of this version's.
-    """
-
-    name: str
-    about: Mapping[str, Any]
-    tried: tuple[Tried, ...]
-    unreadable: int
-
-
-def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStudy]:
-    """The studies of a storage, in the order that they were started.
-
-    Args:
-        where: as for `open_storage`, but it has to exist.
-        wanted: names; one that no study has stands for all that contain it. None: every study.
-
-    Raises:
-        ArgumentError: where there is no storage, or no such study.
-        StoreError: as `open_storage`.
-    """
-    file = str(where)
-    if file.startswith("sqlite:///"):  # which would be made
-        file = file.removeprefix("sqlite:///").partition("?")[0]
-    if "://" not in file and not Path(file).expanduser().is_file():
-        raise ArgumentError(f"{where}: no such storage; `fagen tune --storage` writes one")
-    storage = open_storage(where)
-    names = optuna.get_all_study_names(storage)
-    chosen = set() if wanted else set(names)
-    for part in wanted:
-        found = {part} & set(names) or {name for name in names if part in name}
-        if not found:
-            raise ArgumentError(
-                f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
-            )
-        chosen |= found
-    return [_read_study(name, storage) for name in names if name in chosen]
-
-
-def _read_study(name: str, storage: BaseStorage) -> KeptStudy:
-    study = optuna.load_study(study_name=name, storage=storage)
-    tried = [_read_trial(trial) for trial in study.get_trials(deepcopy=False)]
-    readable = tuple(each for each in tried if each is not None)
-    return KeptStudy(name, study.user_attrs, readable, len(tried) - len(readable))
-
-
-def _read_trial(trial: FrozenTrial) -> Tried | None:
-    """What a trial tells, or None if this version's `Study` did not keep it."""
-    template = str(trial.user_attrs.get("config")).partition(" ")[0]
-    try:
-        config = parse_config({"template": template, **trial.params})
-        return Tried(config, _outcome(trial), trial.datetime_complete)
-    except (ArgumentError, ValidationError):
-        return None
 
 
 # ---- the loop ----

@@ -22,21 +22,13 @@ from fagen import __version__, cli, driver
 from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.errors import DeviceError
-from fagen.outcome import Measured
+from fagen.events import Notice, OnEvent, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.outcome import Measured, Tried
 from fagen.problem import Problem, Shape
-from fagen.search import Tried
 from fagen.space import default_config
 from fagen.store import Calls, Card, save_calls
-from fagen.tune import (
-    Notice,
-    OnEvent,
-    PhaseChanged,
-    RecordSaved,
-    Task,
-    TaskStarted,
-    TrialDone,
-    TuneResult,
-)
+from fagen.tasks import Task
+from fagen.tuner import TuneResult
 
 
 class Ran(NamedTuple):
@@ -199,7 +191,7 @@ def test_the_contract_of_the_flags() -> None:
 
 def test_defaults_and_choices_are_those_of_the_rooms() -> None:
     """They are spelled out in the help, since `fagen --help` imports no room."""
-    from fagen import bench, check, search, tune
+    from fagen import bench, check, search, tasks, tuner
 
     def commas(values: Iterable[object]) -> str:
         return ",".join(map(str, values))
@@ -208,9 +200,9 @@ def test_defaults_and_choices_are_those_of_the_rooms() -> None:
         name: {parameter.name: parameter for parameter in commands()[name].params}
         for name in ("tune", "bench", "check")
     }
-    assert flags["tune"]["seqlen"].default == commas(tune.STANDARD_SEQLENS)
-    assert flags["tune"]["trials"].default == tune.TRIALS
-    assert commas(tune.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
+    assert flags["tune"]["seqlen"].default == commas(tasks.STANDARD_SEQLENS)
+    assert flags["tune"]["trials"].default == tuner.TRIALS
+    assert commas(tasks.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
     assert all(sampler in flags["tune"]["sampler"].help for sampler in search.SAMPLERS)
     assert flags["bench"]["seqlen"].default == commas(bench.SEQLENS)
     assert flags["bench"]["head_dim"].default == commas(bench.HEAD_DIMS)
@@ -356,7 +348,7 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
             interrupted=True,
         )
 
-    monkeypatch.setattr("fagen.tune.tune", scripted)
+    monkeypatch.setattr("fagen.tuner.tune", scripted)
     return calls
 
 
@@ -401,7 +393,7 @@ def test_tune_takes_several_problems(
         device = typical_device(options["arch"])
         return TuneResult((), tmp_path / "none.yaml", device, measured=False)
 
-    monkeypatch.setattr("fagen.tune.tune", nothing)
+    monkeypatch.setattr("fagen.tuner.tune", nothing)
     words = "tune --arch sm_90a --dtype fp16 --dtype bf16 --head-dim 64 --head-dim 40"
     code, out, _ = fagen(*words.split(), "--seqlen", "100,1000", "--heads", "8", "--kv-heads", "2")
     assert (code, out) == (0, "")
@@ -439,13 +431,14 @@ def test_tune_takes_what_a_program_called(
 def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:
     from rich.console import Console
 
-    from fagen import tune as room
     from fagen.progress import TuneProgress
+    from fagen.tasks import standard_tasks
+    from fagen.tuner import tune
 
     console = Console(force_terminal=True, width=200, record=True, file=io.StringIO())
     with TuneProgress(console) as progress:
-        room.tune(
-            room.standard_tasks(dtypes=["bf16"], head_dims=[64], causal=[True], seqlens=[512]),
+        tune(
+            standard_tasks(dtypes=["bf16"], head_dims=[64], causal=[True], seqlens=[512]),
             arch=architecture("sm90"),
             on_event=progress,
         )

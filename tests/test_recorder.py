@@ -19,7 +19,7 @@ from fagen.errors import ArgumentError, StoreError
 from fagen.problem import Problem, Shape
 from fagen.space import default_config
 from fagen.store import Calls, load_calls, save_calls
-from fagen.tune import Task, tasks_from
+from fagen.tasks import Task, tasks_from
 
 BF16 = Problem(dtype="bf16", head_dim=128)
 H200 = KNOWN_DEVICES["NVIDIA H200"]

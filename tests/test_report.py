@@ -16,7 +16,7 @@ from fagen.bench import Cell, Results
 from fagen.config import Sm90Forward
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem, Shape
 from fagen.report import (
     Report,
@@ -28,9 +28,9 @@ from fagen.report import (
     summarise,
     tensor_ceiling,
 )
-from fagen.search import LegalSet, Study, Tried, open_storage, read_studies
+from fagen.search import LegalSet, Study
 from fagen.space import default_config
-from fagen.tune import study_name
+from fagen.studies import open_storage, read_studies, study_name
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)

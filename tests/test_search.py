@@ -20,8 +20,9 @@ from fagen.errors import ArgumentError, MissingDependencyError, StoreError
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.search import LegalSet, Results, Study, open_storage, search
+from fagen.search import LegalSet, Results, Study, search
 from fagen.space import default_config, why_illegal
+from fagen.studies import open_storage
 
 PROBLEM = Problem(dtype="bf16", head_dim=64)
 SHAPE = Shape(batch=8, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
@@ -343,7 +344,8 @@ def test_kill_9_loses_only_what_is_in_flight(legal: LegalSet, table: Table, tmp_
         from fagen.outcome import Measured
         from fagen.device import KNOWN_DEVICES
         from fagen.problem import Problem
-        from fagen.search import LegalSet, Study, open_storage
+        from fagen.search import LegalSet, Study
+        from fagen.studies import open_storage
         legal = LegalSet(Problem(dtype="bf16", head_dim=64),
                          KNOWN_DEVICES[{DEVICE.name!r}], {TEMPLATE!r}, fixed={FIXED!r})
         study = Study("table", legal, storage=open_storage({str(path)!r}))

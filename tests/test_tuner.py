@@ -11,32 +11,22 @@ from typing import Any
 import optuna
 import pytest
 
-from fagen import tune as tuning
+from fagen import candidates, prediction
+from fagen import tuner as tuning
 from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture
 from fagen.errors import ArgumentError, CompileError, DeviceError
+from fagen.events import Event, Notice, RecordSaved, TaskStarted, TrialDone
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.report import summarise
-from fagen.search import open_storage, read_studies
 from fagen.space import default_config, why_illegal
 from fagen.store import load_records
-from fagen.tune import (
-    Event,
-    Notice,
-    RecordSaved,
-    Task,
-    TaskStarted,
-    TrialDone,
-    TuneResult,
-    default_storage,
-    estimate_seconds,
-    last_storage,
-    standard_tasks,
-    tune,
-)
+from fagen.studies import default_storage, last_storage, open_storage, read_studies
+from fagen.tasks import Task, standard_tasks
+from fagen.tuner import TuneResult, estimate_seconds, tune
 from fagen.worker import TORCH, Candidate, DeviceReport, Worker
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
@@ -93,9 +83,10 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         for problem, config, _ in jobs:
             yield config, fake_kernel(problem, config)
 
-    monkeypatch.setattr(tuning, "_compiled", compiled)
+    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
+    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
     monkeypatch.setattr(tuning, "compile_kernel", fake_kernel)
-    monkeypatch.setattr(tuning, "MODEL_SAMPLE", 500)
+    monkeypatch.setattr(candidates, "MODEL_SAMPLE", 500)
 
 
 def run(
@@ -224,7 +215,8 @@ def test_static_rejections_never_reach_the_gpu(
             else:
                 yield config, fake_kernel(problem, config)
 
-    monkeypatch.setattr(tuning, "_compiled", compiled)
+    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
+    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
     worker = FakeWorker()
     result, events = run(tmp_path, worker)
     assert all(config.block_n < 128 for config, _ in worker.evaluated)
@@ -244,7 +236,8 @@ def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monk
         for problem, config, _ in jobs:
             yield config, fake_kernel(problem, config.model_copy(update={"stages": 2}))
 
-    monkeypatch.setattr(tuning, "_compiled", compiled)
+    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
+    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
     monkeypatch.setattr("fagen.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
     worker = FakeWorker()
     _, events = run(tmp_path, worker)

@@ -1,0 +1,80 @@
+"""What happens while tuning, as values: `tuner.tune` hands each to its `on_event`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fagen.device import Device
+from fagen.outcome import Tried
+from fagen.problem import Problem, Shape
+from fagen.store import Record
+from fagen.tasks import Task
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that the user should read, as one sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TaskStarted:
+    """A problem is next: the `number`-th of `total`.
+
+    Attributes:
+        configs: size of its legal set.
+        resumed: configs that earlier runs have tried, per shape.
+    """
+
+    task: Task
+    number: int
+    total: int
+    template: str
+    device: Device
+    configs: int
+    resumed: int
+
+
+@dataclass(frozen=True)
+class PhaseChanged:
+    """What happens to the problem now: "search", or "finish" (the final comparison)."""
+
+    problem: Problem
+    phase: Literal["search", "finish"]
+
+
+@dataclass(frozen=True)
+class TrialDone:
+    """A config was tried on one shape.
+
+    Attributes:
+        tried: the config and its outcome.
+        best: the fastest so far; is_best if that is new.
+        done, trials: configs that have passed the static filter on this shape, of how many.
+        rejections: how many fell at each hurdle, by kind.
+    """
+
+    problem: Problem
+    shape: Shape
+    tried: Tried
+    best: Tried | None
+    is_best: bool
+    done: int
+    trials: int
+    rejections: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RecordSaved:
+    """An answer was written."""
+
+    record: Record
+    path: Path
+
+
+Event = Notice | TaskStarted | PhaseChanged | TrialDone | RecordSaved
+OnEvent = Callable[[Event], None]
