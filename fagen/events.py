@@ -41,10 +41,16 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class PhaseChanged:
-    """What happens to the problem now: "search", or "finish" (the final comparison)."""
+    """What happens to the problem now: "search", or "finish" (the final comparison).
+
+    Attributes:
+        gpu_busy: the share of the search in which the GPU had a kernel to verify or time, at its
+            end.
+    """
 
     problem: Problem
     phase: Literal["search", "finish"]
+    gpu_busy: float | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ FLUSH_US = 100.0  # about what flush and gate add to a sample
 SHORTEST_GATE_NS = 10_000
 LONGEST_GATE_NS = 500_000_000  # a call that waits for the device would wait for ever
 MIN_SAMPLES, MAX_SAMPLES = 5, 200
+FEW_SAMPLES = 3  # enough to see that a candidate is hopeless
 FILL_THREADS, FILL_BLOCKS = 256, 4096
 PRECISION = 0.003  # stop at this relative standard error of the median
 
@@ -50,6 +51,7 @@ class Timing(BaseModel):
         samples: how many.
         policy: cold L2, queued behind a gate.
         clock_mhz: the SM clock just before the calls, in MHz.
+        stopped: whether it ended early, since even the quickest sample was too slow.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +61,7 @@ class Timing(BaseModel):
     samples: int
     policy: Literal["cold-queued"] = "cold-queued"
     clock_mhz: float
+    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,18 +115,24 @@ def tensors(problem: Problem, shape: Shape, device_index: int, seed: int = 0) ->
 
 
 def measure(
-    kernel: LoadedKernel, shape: Shape, *, device_index: int = 0, budget_s: float = 0.15
+    kernel: LoadedKernel,
+    shape: Shape,
+    *,
+    device_index: int = 0,
+    budget_s: float = 0.15,
+    give_up_us: float | None = None,
 ) -> Timing:
     """The time of a kernel on that shape, on random normal inputs, without the LSE.
 
     Args:
         budget_s: wall time after which no further sample is begun.
+        give_up_us: stop as soon as the time is known to be above this, in microseconds.
 
     Raises:
         CudaError: if a CUDA call failed, the kernel's own faults included.
     """
     call = call_of(kernel, shape, device_index)
-    return time_call(call, device_index=device_index, budget_s=budget_s)
+    return time_call(call, device_index=device_index, budget_s=budget_s, give_up_us=give_up_us)
 
 
 def call_of(kernel: LoadedKernel, shape: Shape, device_index: int) -> Call:
@@ -137,10 +146,17 @@ def call_of(kernel: LoadedKernel, shape: Shape, device_index: int) -> Call:
     return call
 
 
-def time_call(call: Call, *, device_index: int = 0, budget_s: float = 0.15) -> Timing:
+def time_call(
+    call: Call,
+    *,
+    device_index: int = 0,
+    budget_s: float = 0.15,
+    give_up_us: float | None = None,
+) -> Timing:
     """The time of what `call(stream)` queues.
 
-    Stops when the median is known to `PRECISION`, or the budget is spent.
+    Stops when the median is known to `PRECISION`, or the budget is spent, or the call is
+    clearly slower than `give_up_us`.
     """
     timer = _timer(device_index)
     deadline = time.perf_counter() + budget_s
@@ -149,14 +165,22 @@ def time_call(call: Call, *, device_index: int = 0, budget_s: float = 0.15) -> T
     count = min(max(int(BURST_US / (estimate + FLUSH_US)), 1), MAX_BURST)
     samples: list[float] = []
     clock_mhz = 0.0
-    while len(samples) < MAX_SAMPLES and not _is_known(samples):
+    stopped = False
+    while len(samples) < MAX_SAMPLES and not _is_known(samples) and not stopped:
         if samples and time.perf_counter() > deadline:
             break
         time.sleep(PAUSE_S)
         samples += timer.burst([call] * count)
         clock_mhz = timer.clock_mhz
+        stopped = give_up_us is not None and _is_hopeless(samples, give_up_us)
     median_us, spread = median_and_spread(samples)
-    return Timing(median_us=median_us, spread=spread, samples=len(samples), clock_mhz=clock_mhz)
+    return Timing(
+        median_us=median_us,
+        spread=spread,
+        samples=len(samples),
+        clock_mhz=clock_mhz,
+        stopped=stopped,
+    )
 
 
 def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
@@ -173,10 +197,15 @@ def _is_known(samples: Sequence[float]) -> bool:
     return 1.2533 * spread / 1.349 / math.sqrt(len(samples)) <= PRECISION
 
 
+def _is_hopeless(samples: Sequence[float], give_up_us: float) -> bool:
+    """Whether even the quickest of a few samples is too slow; noise only ever adds."""
+    return len(samples) >= FEW_SAMPLES and min(samples) > give_up_us
+
+
 def compare(
     calls: Mapping[str, Call],
     *,
-    rounds: int = 7,
+    rounds: int = 11,
     samples_per_round: int = 5,
     device_index: int = 0,
     seed: int = 0,
@@ -198,6 +227,15 @@ def compare(
             time.sleep(PAUSE_S)
             times[name].append(float(np.median(timer.burst([calls[name]] * samples_per_round))))
     return times
+
+
+def prepare(device_index: int) -> None:
+    """Sets up what every measurement on a device needs.
+
+    Raises:
+        CudaError, DeviceError: as `cupy_device.on_device`.
+    """
+    _timer(device_index)
 
 
 @cache

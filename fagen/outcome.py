@@ -15,13 +15,14 @@ RejectionKind = Literal[
     "compile",  # NVRTC refused it, or took too long
     "resources",  # spills, keeps a stack frame, wgmma serialised, setmaxnreg ignored
     "duplicate",  # its cubin is that of another candidate
+    "blocked",  # it is on the blocklist: it crashed or hung twice in an earlier run
     "launch",  # the driver refused to load or start it
     "wrong",  # its numbers are
     "crash",  # it killed the CUDA context, or the process
     "hang",  # it did not end in time
 ]
 STATIC_REJECTIONS: frozenset[RejectionKind] = frozenset(
-    ("illegal", "compile", "resources", "duplicate")  # known before the GPU is touched
+    ("illegal", "compile", "resources", "duplicate", "blocked")  # known before the GPU is touched
 )
 
 
@@ -34,6 +35,8 @@ class Measured(BaseModel):
         samples: calls that were timed.
         policy: how, such as "cold-queued".
         cubin: `store.digest` of what ran; "" where it was no cubin (a recorded table).
+        clock_mhz: the SM clock while it was timed, where that is known.
+        stopped: whether timing ended early, since it was clearly slower than the best.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +46,8 @@ class Measured(BaseModel):
     samples: int = Field(default=1, ge=1)
     policy: str = ""
     cubin: str = ""
+    clock_mhz: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    stopped: bool = False
 
 
 class Rejected(BaseModel):

@@ -86,9 +86,10 @@ class TuneProgress:
                 self._say(event.text)
             case TaskStarted():
                 self._start(event)
-            case PhaseChanged(problem=problem, phase="finish"):
+            case PhaseChanged(problem=problem, phase="finish", gpu_busy=busy):
                 self._bar.update(self._task, best="final comparison")
-                self._plain(f"{problem}: final comparison")
+                known = "" if busy is None else f"; the GPU was busy {busy:.0%} of the search"
+                self._plain(f"{problem}: final comparison{known}")
             case TrialDone():
                 self._trial(event)
             case RecordSaved(record=record):

@@ -251,13 +251,25 @@ class Study:
             self._claim(row, self._propose(row))
 
     def tell(self, config: AnyConfig, outcome: Outcome) -> bool:
-        """The outcome of a config that was asked for or claimed. False if it was neither."""
+        """The outcome of a config that was asked for or claimed. False if it was neither.
+
+        A rejection of a config that has a time withdraws the time.
+        """
         row = self.legal.find(config.axes())
-        if row is None or row not in self._pending:
+        if row is None:
             return False
-        self._tell(row, self._pending.pop(row), outcome)
+        if row in self._pending:
+            self._tell(row, self._pending.pop(row), outcome)
+        elif isinstance(outcome, Rejected) and self._has_time(config):
+            self.tried = [tried for tried in self.tried if tried.config != config]
+            self.tried.append(Tried(config, outcome))
+        else:
+            return False
         self._keep(config, outcome)
         return True
+
+    def _has_time(self, config: AnyConfig) -> bool:
+        return any(tried.config == config for tried in self.measured)
 
     def release(self) -> None:
         """Give up what was asked for and not told: it may be asked for again."""
@@ -306,8 +318,8 @@ class Study:
     def _load(self) -> list[tuple[int, Outcome]]:
         """The trials of the kept study that are points of the legal set."""
         kept = kept_outcomes(self._kept) if self._kept is not None else ()
-        found = ((self.legal.find(axes), outcome) for axes, outcome in kept)
-        return [(row, outcome) for row, outcome in found if row is not None]
+        found = {self.legal.find(axes): outcome for axes, outcome in kept}  # the last one counts
+        return [(row, outcome) for row, outcome in found.items() if row is not None]
 
 
 def _sampler(name: str, seed: int) -> BaseSampler:

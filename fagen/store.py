@@ -91,6 +91,7 @@ class Result(_Part):
         spread: interquartile range over median; None for a prediction.
         tflops: 1e12 floating-point operations per second, counted by `Shape.flops`.
         trials: distinct configs that were timed, or ranked by the model.
+        tied: how many of those timed side by side at the end were no slower, itself included.
         speedup_over_default: time of the template's default over `median_us`.
         speedup_over_torch: time of torch SDPA over `median_us`; None where torch was absent.
         policy: how time was taken, such as "cold-queued"; "model" for a prediction.
@@ -101,6 +102,7 @@ class Result(_Part):
     spread: Rounded | None = None
     tflops: Rounded
     trials: int = Field(ge=1)
+    tied: int | None = Field(default=None, ge=1)
     speedup_over_default: Rounded | None = None
     speedup_over_torch: Rounded | None = None
     policy: str
@@ -388,7 +390,7 @@ def save_records(path: str | Path, records: Iterable[Record]) -> None:
         merged = {record.key: record for record in old.records}
         for record in records:
             _keep_better(merged, record)
-        _replace(old.path, _text(merged.values(), old.skipped))
+        replace_file(old.path, _text(merged.values(), old.skipped))
     _open.cache_clear()  # this process sees what it saved
 
 
@@ -408,7 +410,7 @@ def check_can_save(path: str | Path) -> None:
 @contextmanager
 def _to_change(path: str | Path) -> Iterator[RecordFile]:
     """What stands in a file of records, under its lock; an OSError becomes a StoreError."""
-    with _locked(path) as place:
+    with locked(path) as place:
         old = load_records(place) if place.exists() else RecordFile(place)
         if any(entry.fields is None for entry in old.skipped):
             raise StoreError(f"cannot add to {place}: {old.skipped[0].reason}: use a new file")
@@ -416,7 +418,7 @@ def _to_change(path: str | Path) -> Iterator[RecordFile]:
 
 
 @contextmanager
-def _locked(path: str | Path) -> Iterator[Path]:
+def locked(path: str | Path) -> Iterator[Path]:
     """The place of a file, under its lock; an OSError becomes a StoreError."""
     from filelock import FileLock
 
@@ -434,7 +436,7 @@ def _locked(path: str | Path) -> Iterator[Path]:
         ) from None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file at once or not at all; the caller holds its lock."""
     draft = path.with_name(f".{path.name}.draft")
     try:
@@ -567,13 +569,13 @@ def save_calls(path: str | Path, calls: Iterable[Calls]) -> None:
     Raises:
         StoreError: the file is damaged or cannot be written; it is as it was.
     """
-    with _locked(path) as place:
+    with locked(path) as place:
         old = load_calls(place) if place.exists() else ()
         items = [
             {"problem": _problem_fields(entry.problem)} | entry.model_dump(exclude={"problem"})
             for entry in _merged([*old, *calls])
         ]
-        _replace(place, _CALLS_HEADER + _yaml({"schema": SCHEMA, "calls": items}))
+        replace_file(place, _CALLS_HEADER + _yaml({"schema": SCHEMA, "calls": items}))
 
 
 _CALLS_HEADER = """\

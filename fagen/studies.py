@@ -206,7 +206,8 @@ class KeptStudy:
     Attributes:
         name: that of the study.
         about: what was kept beside the trials.
-        tried: its trials in order, the sampler's asks for illegal configs among them.
+        tried: its trials in order, the sampler's asks for illegal configs among them, but no time
+            that was withdrawn.
         unreadable: trials that are none of this version's.
     """
 
@@ -248,8 +249,21 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
 def _read_study(name: str, storage: BaseStorage) -> KeptStudy:
     study = optuna.load_study(study_name=name, storage=storage)
     tried = [_read_trial(trial) for trial in study.get_trials(deepcopy=False)]
-    readable = tuple(each for each in tried if each is not None)
-    return KeptStudy(name, study.user_attrs, readable, len(tried) - len(readable))
+    readable = [each for each in tried if each is not None]
+    unreadable = len(tried) - len(readable)
+    # A time may have been withdrawn later.
+    rejected = {each.config: i for i, each in enumerate(readable) if _is_verdict(each.outcome)}
+    standing = tuple(
+        each
+        for i, each in enumerate(readable)
+        if isinstance(each.outcome, Rejected) or rejected.get(each.config, -1) < i
+    )
+    return KeptStudy(name, study.user_attrs, standing, unreadable)
+
+
+def _is_verdict(outcome: Outcome) -> bool:
+    """Whether it is a rejection, and not of an ask that nothing came of."""
+    return isinstance(outcome, Rejected) and outcome.kind != "illegal"
 
 
 def _read_trial(trial: FrozenTrial) -> Tried | None:

@@ -15,35 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fagen.blocklist import Blocklist, Guard, blocklist_path
 from fagen.candidates import compiled_ahead, incumbents, known_configs, model_picks
-from fagen.compile import Compiled, compile_kernel
+from fagen.compile import Compiled
 from fagen.config import AnyConfig, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
 from fagen.events import Notice, OnEvent, PhaseChanged, RecordSaved, TaskStarted, TrialDone
-from fagen.measure import median_and_spread
+from fagen.finals import crown
 from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.prediction import Prediction
 from fagen.problem import Problem, Shape
 from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, search
 from fagen.space import default_config, why_illegal
-from fagen.store import (
-    Card,
-    Provenance,
-    Record,
-    Result,
-    check_can_save,
-    digest,
-    save_records,
-    user_overlay_path,
-)
+from fagen.store import Record, check_can_save, digest, save_records, user_overlay_path
 from fagen.studies import default_storage, open_storage, study_name
 from fagen.tasks import Task
-from fagen.worker import TORCH, DeviceReport, Worker
+from fagen.worker import DeviceReport, Worker
 
 TRIALS = 100
-FINALISTS = 3  # timed again, beside the default and what was on record
+LOSER = 1.15  # so many times the best time: timing need not be precise beyond
 TRIALS_PER_PICK = 8  # of so many trials, one is a pick of the static model, tried first
 MAX_SHAPE_BYTES = 1 << 40
 
@@ -163,6 +155,7 @@ def tune(
             out=path,
             processes=processes,
             on_event=on_event,
+            guard=Guard(running, Blocklist(blocklist_path(where, device), device.key), on_event),
         )
         records, studies, finished = tuning.run(tasks, budget_s)
     return TuneResult(
@@ -243,6 +236,7 @@ class _Tuning:
     out: Path
     processes: int | None
     on_event: OnEvent
+    guard: Guard
 
     def run(
         self, tasks: Sequence[Task], budget_s: float | None
@@ -258,12 +252,14 @@ class _Tuning:
             legal, studies = self._open(task, number, len(tasks))
             names += [study.name for study in studies]
             self.on_event(PhaseChanged(task.problem, "search"))
+            start, busy_s = time.monotonic(), self.worker.busy_s
             finished = self._search(task, studies, share)
-            self.on_event(PhaseChanged(task.problem, "finish"))
+            busy = (self.worker.busy_s - busy_s) / max(time.monotonic() - start, 1e-9)
+            self.on_event(PhaseChanged(task.problem, "finish", gpu_busy=busy))
             found = [
                 record
                 for shape, study in zip(task.shapes, studies, strict=True)
-                if (record := self._finish(task.problem, shape, study, legal))
+                if (record := self._crown(task.problem, shape, study, legal.template))
             ]
             save_records(self.out, found)
             for record in found:
@@ -312,7 +308,9 @@ class _Tuning:
             jobs = ((task.problem, config, self.report.device.arch) for config in configs)
             with closing(compiled_ahead(jobs, self.processes)) as answers:
                 for config, compiled in answers:
-                    yield config, self._judge(task, config, compiled, twins)
+                    yield config, self._judge(task, config, compiled, twins, studies)
+                    for earlier, rejected in self.guard.withdrawn():
+                        yield earlier, [rejected] * len(studies)
 
         def on_outcome(study: Study, tried: Tried) -> None:
             self.on_event(
@@ -338,6 +336,7 @@ class _Tuning:
         config: AnyConfig,
         compiled: Compiled | CompileError,
         twins: dict[tuple[Any, ...], str],
+        studies: Sequence[Study],
     ) -> list[Outcome]:
         """The outcome for each shape; a kernel that fails on one of them fails on all."""
         rejected: Rejected | None = None
@@ -351,10 +350,13 @@ class _Tuning:
             if twin != str(config):
                 rejected = Rejected(kind="duplicate", reason=f"the same cubin as {twin}")
         outcomes: list[Outcome] = []
-        for shape in task.shapes:
+        for shape, study in zip(task.shapes, studies, strict=True):
             if rejected is None:
                 assert isinstance(compiled, Compiled)
-                outcome = self.worker.evaluate(compiled, task.problem, config, shape)
+                give_up_us = LOSER * study.best.time_us if study.best else None
+                outcome = self.guard.evaluate(
+                    compiled, task.problem, config, shape, give_up_us=give_up_us
+                )
                 if isinstance(outcome, Measured):
                     outcomes.append(outcome)
                     continue
@@ -362,59 +364,18 @@ class _Tuning:
             break
         return outcomes if rejected is None else [rejected] * len(task.shapes)
 
-    def _finish(
-        self, problem: Problem, shape: Shape, study: Study, legal: LegalSet
-    ) -> Record | None:
-        """Times the finalists side by side; the fastest is the record."""
+    def _crown(self, problem: Problem, shape: Shape, study: Study, template: str) -> Record | None:
         device = self.report.device
-        ranked = sorted(study.measured, key=lambda tried: tried.time_us)
-        if not ranked:
-            rejections = ", ".join(f"{n} {kind}" for kind, n in study.rejections.items())
-            self.on_event(Notice(f"{problem}, {shape}: nothing was measured ({rejections})."))
-            return None
-        default = default_config(problem, device, legal.template)
-        must = [default, *incumbents(problem, shape, device, self.out)]
-        measured = [tried.config for tried in ranked]
-        finalists = list(
-            dict.fromkeys(
-                [*measured[:FINALISTS], *(config for config in must if config in measured)]
-            )
-        )
-        kernels = {c: compile_kernel(problem, c, device.arch) for c in finalists}
-        candidates = [(compiled, config) for config, compiled in kernels.items()]
-        try:
-            times = self.worker.compare(candidates, problem, shape)
-        except DeviceError as error:
-            self.on_event(Notice(f"{problem}, {shape}: no record, since the finalists: {error}."))
-            return None
-        medians = {name: median_and_spread(values) for name, values in times.items()}
-        winner = min(finalists, key=lambda config: medians[str(config)][0])
-        won, spread = medians[str(winner)]
-
-        def speedup_over(name: str) -> float | None:
-            return medians[name][0] / won if name in medians else None
-
-        outcome = ranked[measured.index(winner)].outcome
-        assert isinstance(outcome, Measured)
-        kernel = kernels[winner]
-        return Record(
-            problem=problem,
-            shape=shape,
-            device=Card.of(device),
-            config=winner,
-            result=Result(
-                kind="measured",
-                median_us=won,
-                spread=spread,
-                tflops=shape.tflops(problem, won),
-                trials=len(ranked),
-                speedup_over_default=speedup_over(str(default)),
-                speedup_over_torch=speedup_over(TORCH),
-                policy=outcome.policy,
-            ),
-            provenance=Provenance.of(
-                kernel.source, kernel.cubin, nvrtc=kernel.nvrtc, driver=self.report.driver
-            ),
+        return crown(
+            self.worker,
+            self.guard,
+            self.report,
+            problem,
+            [shape],
+            study.tried,
+            default=default_config(problem, device, template),
+            incumbents=incumbents(problem, shape, device, self.out),
+            on_event=self.on_event,
         )
 
 

@@ -2,7 +2,8 @@
 
 The parent never touches CUDA. It sends one request at a time and waits until a deadline: a kernel
 that hangs is killed with its process, one that ruins the CUDA context ends it, and the next
-request starts a new one (about a second). The worker dies with its parent, however that dies.
+request starts a new one (a second or two, no part of a deadline). The worker dies with its
+parent, however that dies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import importlib
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from fagen.measure import Call
     from fagen.verify import Verdict
 
-START_SECONDS = 60.0  # more for the first request: imports, CUDA context, helper kernels
+START_SECONDS = 60.0  # of a new process: imports, CUDA context, helper kernels
 DEADLINE_SECONDS = 20.0  # of one request
 COMPARE_SECONDS = 120.0
 MEASURE_SECONDS = 0.08  # of a candidate on a shape; the finalists are compared for longer
@@ -77,6 +80,10 @@ class Worker:
         evaluator: "module:function" with the arguments and result of `evaluate_on_device`, for
             tests that have no GPU.
         deadline_s: seconds after which a request is a hang.
+
+    Attributes:
+        busy_s: seconds that the process has spent on requests: loading, verifying and timing
+            kernels. What is missing to the wall time, the GPU waited.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Worker:
     ) -> None:
         self.device_index = device_index
         self.deadline_s = deadline_s
+        self.busy_s = 0.0
         self._evaluator = evaluator
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
@@ -120,10 +128,21 @@ class Worker:
         return self._demand(DeviceReport, "fagen.worker:_describe", self.device_index)
 
     def evaluate(
-        self, compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape
+        self,
+        compiled: Compiled,
+        problem: Problem,
+        config: AnyConfig,
+        shape: Shape,
+        *,
+        give_up_us: float | None = None,
     ) -> Outcome:
-        """Verifies a kernel (once for all shapes) and times it on one shape."""
-        arguments = (compiled, problem, config, shape, self.device_index)
+        """Verifies a kernel (once for all shapes) and times it on one shape.
+
+        Args:
+            give_up_us: a time in microseconds; one that is slower, beyond noise, is not worth a
+                precise answer.
+        """
+        arguments = (compiled, problem, config, shape, self.device_index, give_up_us)
         try:
             outcome: object = self._request(self.deadline_s, self._evaluator, *arguments)
         except _Lost as lost:
@@ -137,18 +156,23 @@ class Worker:
     def compare(
         self, candidates: Sequence[Candidate], problem: Problem, shape: Shape
     ) -> dict[str, list[float]]:
-        """Times verified kernels side by side: their medians of each round, in microseconds.
+        """Times kernels side by side: their medians of each round, in microseconds.
 
         Returns:
-            By `str(config)`, and by `TORCH` where torch is installed and covers the problem.
+            By `str(config)`, without those that are wrong, before timing or after; and by `TORCH`
+            where torch is installed and covers the problem.
 
         Raises:
-            DeviceError: if a kernel fails that did not before.
+            DeviceError: if one cannot be launched, crashes or hangs.
         """
         arguments = (tuple(candidates), problem, shape, self.device_index)
-        times: dict[str, list[float]] = self._demand(
-            dict, "fagen.worker:_compare", *arguments, deadline_s=COMPARE_SECONDS
-        )
+        try:
+            times: dict[str, list[float]] = self._demand(
+                dict, "fagen.worker:_compare", *arguments, deadline_s=COMPARE_SECONDS
+            )
+        except DeviceError:
+            self.close()  # its CUDA context may be lost
+            raise
         return times
 
     def _demand(
@@ -173,9 +197,22 @@ class Worker:
                 on stderr.
         """
         if self._process is None or not self._process.is_alive():
-            self.close()
-            self._process, self._connection = spawn(_serve, os.getpid())
-            deadline_s += START_SECONDS
+            self._start()
+        reply, seconds = self._ask(deadline_s, function, *arguments)
+        self.busy_s += seconds
+        return reply
+
+    def _start(self) -> None:
+        """A new process, that has done what its first request would wait for."""
+        self.close()
+        self._process, self._connection = spawn(_serve, os.getpid())
+        try:
+            self._ask(START_SECONDS, "fagen.worker:_warm_up", self._evaluator, self.device_index)
+        except _Lost as lost:
+            raise DeviceError(f"GPU {self.device_index} cannot be set up: {lost}") from None
+
+    def _ask(self, deadline_s: float, function: str, *arguments: Any) -> tuple[Any, float]:
+        """The reply of the process, and the seconds that it took over it."""
         assert self._connection is not None
         try:
             self._connection.send((function, arguments))
@@ -183,7 +220,7 @@ class Worker:
                 self.close()
                 reason = f"no answer within {deadline_s:g} s; the process was killed"
                 raise _Lost(Rejected(kind="hang", reason=reason))
-            reply = self._connection.recv()
+            reply, seconds = self._connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
         except KeyboardInterrupt:
@@ -191,7 +228,7 @@ class Worker:
             raise
         if isinstance(reply, FagenError):
             raise reply
-        return reply
+        return reply, seconds
 
     def _death(self) -> Exception:
         """Why the worker is gone."""
@@ -225,13 +262,26 @@ def _serve(connection: Connection, parent: int) -> None:
         except (EOFError, OSError):
             os._exit(0)
         reply: Any
+        start = time.perf_counter()
         try:
             reply = _named(function)(*arguments)
         except CudaError as error:
             reply = DeviceError(str(error))  # survives pickling
         except FagenError as error:
             reply = error
-        connection.send(reply)
+        connection.send((reply, time.perf_counter() - start))
+
+
+def _warm_up(evaluator: str, device_index: int) -> None:
+    """What takes its time on the first request; what fails here fails there, and says why."""
+    from fagen.driver import query_device
+
+    _named(evaluator)
+    with suppress(FagenError, ImportError):
+        query_device(device_index)
+        from fagen.measure import prepare
+
+        prepare(device_index)
 
 
 def _named(path: str) -> Callable[..., Any]:
@@ -247,9 +297,17 @@ def _describe(device_index: int) -> DeviceReport:
 
 
 def evaluate_on_device(
-    compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape, device_index: int
+    compiled: Compiled,
+    problem: Problem,
+    config: AnyConfig,
+    shape: Shape,
+    device_index: int,
+    give_up_us: float | None = None,
 ) -> Outcome:
     """One candidate on one shape: loaded and verified once, then checked and timed there.
+
+    Args:
+        give_up_us: as for `Worker.evaluate`.
 
     Raises:
         DeviceError: if the device's memory is full.
@@ -265,7 +323,13 @@ def evaluate_on_device(
             verdict = check_sample(kernel, shape, device_index=device_index)
         if not verdict.ok:
             return Rejected(kind="wrong", reason=verdict.reason)
-        timing = measure(kernel, shape, device_index=device_index, budget_s=MEASURE_SECONDS)
+        timing = measure(
+            kernel,
+            shape,
+            device_index=device_index,
+            budget_s=MEASURE_SECONDS,
+            give_up_us=give_up_us,
+        )
         after = check_sample(kernel, shape, device_index=device_index, rows=8)
     except CudaError as error:
         return Rejected(kind="crash" if error.code in FATAL else "launch", reason=str(error))
@@ -277,6 +341,8 @@ def evaluate_on_device(
         samples=timing.samples,
         policy=timing.policy,
         cubin=digest(compiled.cubin),
+        clock_mhz=timing.clock_mhz,
+        stopped=timing.stopped,
     )
 
 
@@ -311,18 +377,24 @@ def _compare(
     candidates: Sequence[Candidate], problem: Problem, shape: Shape, device_index: int
 ) -> dict[str, list[float]]:
     from fagen.measure import call_of, compare
+    from fagen.verify import check_sample
 
-    calls: dict[str, Call] = {}
-    for compiled, config in candidates:
-        verdict = _verdict(_Key(compiled), problem, config, device_index)
-        if not verdict.ok:
-            raise DeviceError(f"{config} was right and is wrong now: {verdict.reason}")
-        kernel = _load(_Key(compiled), problem, config)
-        calls[str(config)] = call_of(kernel, shape, device_index)
+    kernels = {
+        str(config): _load(_Key(compiled), problem, config)
+        for compiled, config in candidates
+        if _verdict(_Key(compiled), problem, config, device_index)
+    }
+    calls: dict[str, Call] = {
+        name: call_of(kernel, shape, device_index) for name, kernel in kernels.items()
+    }
     torch_call = _torch_call(problem, shape, device_index)
     if torch_call is not None:
         calls[TORCH] = torch_call
-    return compare(calls, device_index=device_index)
+    times = compare(calls, device_index=device_index)
+    for name, kernel in kernels.items():
+        if not check_sample(kernel, shape, device_index=device_index):
+            del times[name]
+    return times
 
 
 def _torch_call(problem: Problem, shape: Shape, device_index: int) -> Call | None:

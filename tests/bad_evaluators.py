@@ -5,14 +5,35 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from fagen.compile import Compiled
 from fagen.errors import DeviceError
 from fagen.outcome import Measured, Outcome, Rejected
 
 Arguments = Any  # compiled, problem, config, shape, device_index; the first says what to do
+
+
+def act_on_source(compiled: Compiled, *rest: Arguments) -> Outcome:
+    """Does what the text of the kernel says; some depends on what ran before."""
+    match compiled.source.split():
+        case ["abort-once", mark]:
+            if not _mark(mark):
+                os.abort()
+        case ["abort-later", mark]:  # the first time: as if its fault were noticed by the next one
+            if _mark(mark):
+                os.abort()
+            threading.Timer(0.1, os.abort).start()
+        case ["scribble"]:  # into what the next one relies on
+            os.environ["SCRIBBLED"] = "1"
+            return Rejected(kind="wrong", reason="wrote outside of the output")
+        case ["trusting"]:
+            if "SCRIBBLED" in os.environ:
+                os.abort()
+    return act(compiled.source, *rest)
 
 
 def act(compiled: Arguments, *rest: Arguments) -> Outcome:
@@ -25,6 +46,8 @@ def act(compiled: Arguments, *rest: Arguments) -> Outcome:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             ctypes.CDLL(None).sleep(3600)
+        case ["nap"]:
+            time.sleep(0.2)
         case ["abort"]:
             os.abort()
         case ["segfault"]:
@@ -40,3 +63,10 @@ def act(compiled: Arguments, *rest: Arguments) -> Outcome:
         case ["nothing"]:
             return None  # type: ignore[return-value]
     return Measured(time_us=os.getpid())
+
+
+def _mark(path: str) -> bool:
+    """Whether a file was there; it is from now on."""
+    there = Path(path).exists()
+    Path(path).touch()
+    return there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,34 @@ def test_when_a_median_is_known() -> None:
     assert not measure._is_known(steady[:4])
     assert not measure._is_known([100.0, 110.0, 95.0, 100.0, 120.0])
     assert measure._is_known([100.0, 101.0] * 500)
+
+
+class NoisyTimer:
+    """A clock that reads 100 us at best, and every other time half as much again."""
+
+    clock_mhz = 1500.0
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def warm_up(self, calls: Iterable[measure.Call]) -> None:
+        pass
+
+    def burst(self, calls: Sequence[measure.Call]) -> list[float]:
+        self.taken += len(calls)
+        return [100.0 + 50 * (i % 2) for i in range(len(calls))]
+
+
+@pytest.mark.parametrize(("give_up_us", "stopped"), [(99.0, True), (110.0, False), (None, False)])
+def test_what_is_clearly_slower_is_not_timed_to_the_end(
+    give_up_us: float | None, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = NoisyTimer()
+    monkeypatch.setattr(measure, "_timer", lambda index: timer)
+    timing = measure.time_call(lambda stream: None, give_up_us=give_up_us)
+    assert timing.stopped == stopped
+    assert (timing.samples < 30) == stopped
+    assert timing.samples < timer.taken
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
@@ -84,6 +114,15 @@ def test_time_is_the_device_s_alone() -> None:
         assert 198 < timing.median_us < 215, timing
         assert timing.samples >= measure.MIN_SAMPLES
         assert 300 < timing.clock_mhz < 4000
+
+
+@pytest.mark.gpu
+def test_a_slow_call_is_given_up_early() -> None:
+    spin = spinner(200)
+    hopeless = measure.time_call(spin, give_up_us=150)
+    assert hopeless.stopped
+    assert 198 < hopeless.median_us < 215
+    assert not measure.time_call(spin, give_up_us=230).stopped
 
 
 @pytest.mark.gpu

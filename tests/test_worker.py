@@ -76,6 +76,27 @@ def test_a_hang_is_killed_and_the_next_one_runs(worker: Worker, tmp_path: Path) 
     assert pid(ask(worker, "well")) != before
 
 
+def test_a_new_process_gets_the_same_deadline(worker: Worker) -> None:
+    """Its start, which takes longer than this deadline, is no part of it."""
+    worker.deadline_s = 0.3
+    assert pid(ask(worker, "well"))
+    worker.close()
+    start = time.monotonic()
+    hung = ask(worker, "hang")
+    assert isinstance(hung, Rejected)
+    assert "within 0.3 s" in hung.reason
+    assert time.monotonic() - start < 20
+
+
+def test_the_time_spent_on_requests_is_known(worker: Worker) -> None:
+    ask(worker, "well")
+    assert worker.busy_s < 0.1, "the start of the process is no work"
+    start = time.monotonic()
+    ask(worker, "nap")
+    ask(worker, "nap")
+    assert 0.4 <= worker.busy_s <= time.monotonic() - start + 0.1
+
+
 def test_a_killed_worker_is_replaced(worker: Worker) -> None:
     before = pid(ask(worker, "well"))
     os.kill(before, signal.SIGKILL)

@@ -1,0 +1,232 @@
+"""Kernels that crash or hang: which one is to blame, and the list of those never to run again.
+
+A GPU reports a fault late, and what one kernel broke may show in the next. So after a crash or a
+hang both are run again, each in a new process: first the kernel before, whose time is withdrawn if
+it fails, then the one that failed. What fails twice goes on the list, a JSON file beside the
+studies, and later runs reject it unrun.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fagen.compile import Compiled
+from fagen.config import AnyConfig
+from fagen.device import Device
+from fagen.errors import StoreError
+from fagen.events import Notice, OnEvent
+from fagen.outcome import Outcome, Rejected
+from fagen.problem import Problem, Shape
+from fagen.store import digest, locked, replace_file
+from fagen.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+class Blocked(BaseModel):
+    """A kernel that failed twice.
+
+    Attributes:
+        card: `Device.key`.
+        cubin: `store.digest` of what ran.
+        bucket: of the lengths that it failed on; "" if it is never to run. A hang says nothing
+            about shorter lengths, a crash does.
+        kind, reason: how it failed the second time: "crash" or "hang", and one line.
+        problem, config: what it was, for people.
+        date: UTC day.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    card: str
+    cubin: str
+    bucket: str
+    kind: str
+    reason: str
+    problem: str
+    config: str
+    date: date
+
+
+class Blocklist:
+    """The list of one card, in a file that other cards and processes may share.
+
+    A file that is damaged counts as empty and stays as it is; `warning` then says so.
+
+    Args:
+        path: the file, which need not exist.
+        card: `Device.key`.
+    """
+
+    def __init__(self, path: Path, card: str) -> None:
+        self.path, self.card = path, card
+        self.warning = ""
+        self._of_card: dict[tuple[str, str], Blocked] = {}
+        try:
+            entries = _read(path)
+        except StoreError as error:
+            self.warning = f"{error}; kernels that crashed before are run again"
+        else:
+            self._of_card = {(e.cubin, e.bucket): e for e in entries if e.card == card}
+
+    def find(self, cubin: str, shape: Shape) -> Blocked | None:
+        """The entry that keeps a cubin from running on these lengths."""
+        of_card = self._of_card
+        return of_card.get((cubin, "")) or of_card.get((cubin, str(shape.bucket())))
+
+    def add(
+        self, cubin: str, problem: Problem, config: AnyConfig, shape: Shape, why: Rejected
+    ) -> None:
+        """Puts a kernel on the list, and the list on disk.
+
+        Raises:
+            StoreError: if the file is damaged or cannot be written. This object knows the entry
+                all the same.
+        """
+        entry = Blocked(
+            card=self.card,
+            cubin=cubin,
+            bucket=str(shape.bucket()) if why.kind == "hang" else "",
+            kind=why.kind,
+            reason=why.reason,
+            problem=str(problem),
+            config=str(config),
+            date=datetime.now(UTC).date(),
+        )
+        self._of_card[cubin, entry.bucket] = entry
+        with locked(self.path) as place:
+            others = [e for e in _read(place) if _key(e) != _key(entry)]
+            items = [e.model_dump(mode="json") for e in [*others, entry]]
+            replace_file(place, json.dumps(items, indent=1) + "\n")
+
+
+def blocklist_path(storage: str | Path, device: Device) -> Path:
+    """The list that goes with a storage of studies: beside its file, if it is one."""
+    from fagen.studies import default_storage
+
+    beside = default_storage(device) if "://" in str(storage) else Path(storage).expanduser()
+    return beside.with_suffix(".blocklist.json")
+
+
+def _key(entry: Blocked) -> tuple[str, str, str]:
+    return entry.card, entry.cubin, entry.bucket
+
+
+def _read(path: Path) -> list[Blocked]:
+    """The entries of a file, none if there is no file."""
+    try:
+        return [Blocked.model_validate(item) for item in json.loads(path.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"cannot read the blocklist {path}: {error.strerror}") from None
+    except (ValueError, TypeError, ValidationError):
+        raise StoreError(f"{path} is no blocklist of fagen: mend it or remove it") from None
+
+
+class _Run(NamedTuple):
+    """The arguments of `Worker.evaluate`."""
+
+    compiled: Compiled
+    problem: Problem
+    config: AnyConfig
+    shape: Shape
+
+
+class Guard:
+    """Evaluates on a worker, and finds out who is to blame when it is lost.
+
+    Args:
+        on_event: gets a `Notice` when the list is first used, and for each kernel put on it.
+    """
+
+    def __init__(self, worker: Worker, blocklist: Blocklist, on_event: OnEvent) -> None:
+        self._worker, self._blocklist, self._on_event = worker, blocklist, on_event
+        self._before: tuple[_Run, Outcome] | None = None  # what ran last in this process
+        self._withdrawn: list[tuple[AnyConfig, Rejected]] = []
+        self._said_so = False
+        if blocklist.warning:
+            on_event(Notice(f"{blocklist.warning}."))
+
+    def evaluate(
+        self,
+        compiled: Compiled,
+        problem: Problem,
+        config: AnyConfig,
+        shape: Shape,
+        **options: Any,
+    ) -> Outcome:
+        """As `Worker.evaluate`, but what is on the list is not run, and what fails twice is put
+        there.
+
+        A kernel that fails once is rejected too, though it be well the second time.
+        """
+        blocked = self._blocklist.find(digest(compiled.cubin), shape)
+        if blocked is not None:
+            self._say_where()
+            reason = f"on the blocklist since {blocked.date}: {blocked.kind}: {blocked.reason}"
+            return Rejected(kind="blocked", reason=reason)
+        run = _Run(compiled, problem, config, shape)
+        outcome = self._worker.evaluate(*run, **options)
+        if _is_lost(outcome):
+            before, self._before = self._before, None
+            if before is not None and before[0].config != config and self._convict(*before):
+                outcome = self._worker.evaluate(*run, **options)  # perhaps it was well
+        if _is_lost(outcome):
+            self._retry(run)
+        else:
+            self._before = run, outcome
+        return outcome
+
+    def withdrawn(self) -> Iterator[tuple[AnyConfig, Rejected]]:
+        """Configs whose earlier outcomes turned out to be worthless, each told once."""
+        while self._withdrawn:
+            yield self._withdrawn.pop(0)
+
+    def _convict(self, run: _Run, earlier: Outcome) -> bool:
+        """Whether a kernel was found bad, or is so now, in a new process."""
+        if isinstance(earlier, Rejected):
+            return True
+        outcome = self._worker.evaluate(*run)
+        if not isinstance(outcome, Rejected):
+            return False
+        why = outcome.model_copy(update={"reason": f"on its second run: {outcome.reason}"})
+        self._withdrawn.append((run.config, why))
+        if _is_lost(outcome):
+            self._retry(run)
+        return True
+
+    def _retry(self, run: _Run) -> None:
+        """The second try of a kernel that failed, in a new process."""
+        self._worker.close()
+        again = self._worker.evaluate(*run)
+        if not _is_lost(again):
+            self._worker.close()  # it failed once: what it left behind is not trusted
+            return
+        why = cast(Rejected, again)
+        try:
+            self._blocklist.add(digest(run.compiled.cubin), *run[1:], why)
+        except StoreError as error:
+            self._on_event(Notice(f"{run.config}: {why.kind} twice, but {error}."))
+        else:
+            where = self._blocklist.path
+            self._on_event(Notice(f"{run.config}: {why.kind} twice, now on the blocklist {where}."))
+
+    def _say_where(self) -> None:
+        if not self._said_so:
+            self._said_so = True
+            where = self._blocklist.path
+            self._on_event(
+                Notice(f"Kernels on the blocklist {where} are left out; edit it to try them again.")
+            )
+
+
+def _is_lost(outcome: Outcome) -> bool:
+    return isinstance(outcome, Rejected) and outcome.kind in ("crash", "hang")

@@ -1,0 +1,114 @@
+"""The end of a search: who wins, who is tied, and who stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fagen.compile import Compiled, Resources
+from fagen.config import AnyConfig, Sm90Forward
+from fagen.finals import FINALISTS, choose, finalists, paired_ratio
+from fagen.outcome import Measured, Rejected, Tried
+from fagen.problem import Problem
+
+PROBLEM = Problem(dtype="bf16", head_dim=128)
+ROUNDS = 11
+
+
+def config(block_n: int, stages: int = 2) -> AnyConfig:
+    return Sm90Forward(block_m=128, block_n=block_n, block_k=128, stages=stages)
+
+
+def kernels(*configs: AnyConfig, code: Sequence[int] = ()) -> dict[AnyConfig, Compiled]:
+    """Kernels with so many bytes of code."""
+    resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
+    sizes = code or [100] * len(configs)
+    return {
+        c: Compiled("kernel", "sm90", str(c), bytes(size), resources, "13.0", str(c))
+        for c, size in zip(configs, sizes, strict=True)
+    }
+
+
+def rounds(seed: int, *times: tuple[AnyConfig, float], noise: float = 0.002) -> dict[str, Any]:
+    """Times around a mean; a round that is slow is slow for all, by up to half."""
+    rng = np.random.default_rng(seed)
+    common = rng.uniform(1, 1.5, ROUNDS)
+    return {
+        str(c): list(us * common * (1 + noise * rng.standard_normal(ROUNDS))) for c, us in times
+    }
+
+
+A, B, C = config(64), config(96), config(128)
+
+
+def test_ratios_are_paired() -> None:
+    """What slows a round does not blur the difference of two that ran in it."""
+    times = rounds(0, (A, 103.0), (B, 100.0))
+    ratio = paired_ratio([times], str(A), str(B))
+    assert ratio.median == pytest.approx(1.03, abs=0.004)
+    assert 1.02 < ratio.low <= ratio.median <= ratio.high < 1.04
+    assert not ratio.is_tie
+    assert paired_ratio([times], str(A), str(B)) == ratio, "the same each time"
+    assert paired_ratio([times], str(B), str(B)) == (1, 1, 1)
+    twice = paired_ratio([times, rounds(1, (A, 100.0), (B, 103.0))], str(A), str(B))
+    assert twice.median == pytest.approx(1, abs=0.004)
+
+
+@pytest.mark.parametrize(
+    ("slower", "noise", "tie"), [(1.008, 0.001, True), (1.03, 0.002, False), (1.03, 0.2, True)]
+)
+def test_what_cannot_be_told_apart_is_a_tie(slower: float, noise: float, tie: bool) -> None:
+    times = rounds(3, (A, 100.0 * slower), (B, 100.0), noise=noise)
+    assert paired_ratio([times], str(A), str(B)).is_tie == tie
+
+
+def test_the_fastest_wins() -> None:
+    choice = choose(kernels(A, B, C), PROBLEM, [rounds(0, (A, 110.0), (B, 100.0), (C, 103.0))])
+    assert choice == (B, (B,))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tie_goes_to_the_sturdiest_whatever_the_noise(seed: int) -> None:
+    times = [rounds(seed, (A, 100.3), (B, 100.0), (C, 100.4))]
+    assert choose(kernels(C, B, A), PROBLEM, times) == (A, (C, B, A)), "least shared memory"
+    equal = config(64).model_copy(update={"lazy_rescale": True})
+    times = [rounds(seed, (A, 100.3), (equal, 100.0))]
+    assert choose(kernels(A, equal, code=[90, 100]), PROBLEM, times).winner == A, "least code"
+    assert choose(kernels(A, equal, code=[100, 90]), PROBLEM, times).winner == equal
+    first = min(A, equal, key=str)
+    assert choose(kernels(A, equal), PROBLEM, times).winner == first
+    assert choose(kernels(equal, A), PROBLEM, times).winner == first
+
+
+def test_a_tie_over_several_shapes_goes_to_the_better_worst_one() -> None:
+    times = [
+        rounds(0, (A, 95.0), (B, 105.0), (C, 100.0), noise=0.001),
+        rounds(1, (A, 105.0), (B, 95.0), (C, 100.0), noise=0.001),
+    ]
+    assert choose(kernels(A, B, C), PROBLEM, times) == (C, (A, B, C))
+
+
+def test_what_is_on_record_stays_unless_it_is_slower() -> None:
+    tied = [rounds(0, (A, 100.0), (C, 100.5))]
+    assert choose(kernels(A, C), PROBLEM, tied, [C]).winner == C
+    assert choose(kernels(A, C), PROBLEM, tied, [C, A]).winner == C
+    assert choose(kernels(A, C), PROBLEM, tied, [B]).winner == A, "it could not be timed"
+    slower = [rounds(0, (A, 100.0), (C, 103.0))]
+    assert choose(kernels(A, C), PROBLEM, slower, [C]).winner == A
+    faster = [rounds(0, (A, 103.0), (C, 100.0))]
+    assert choose(kernels(A, C), PROBLEM, faster, [C]).winner == C
+
+
+def test_who_is_in_the_finals() -> None:
+    many = [config(16 * n) for n in range(1, 15)]
+    tried = [Tried(c, Measured(time_us=100 - i)) for i, c in enumerate(many)]
+    twin, wrong, absent = config(240), config(256), config(64, stages=1)
+    tried.append(Tried(twin, Rejected(kind="duplicate", reason="the same cubin")))
+    tried.append(Tried(wrong, Rejected(kind="wrong", reason="output is off")))
+    top = many[: -FINALISTS - 1 : -1]
+    assert finalists(tried, []) == top
+    must = [many[0], top[3], twin, wrong, absent]
+    assert finalists(tried, must) == [*top, many[0], twin, absent]
