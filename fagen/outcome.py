@@ -18,6 +18,7 @@ RejectionKind = Literal[
     "blocked",  # it is on the blocklist: it crashed or hung twice in an earlier run
     "launch",  # the driver refused to load or start it
     "wrong",  # its numbers are
+    "stray",  # it wrote where it must not: its process ends too, as its memory is not trusted
     "crash",  # it killed the CUDA context, or the process
     "hang",  # it did not end in time
 ]

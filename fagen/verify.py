@@ -4,8 +4,8 @@
 the maths (the rule of FlashAttention's own tests), its mean square 1.5 times that of the roundings
 no fused kernel can avoid, the logsumexp is near exact, and rows without keys are exactly 0 and
 -inf. `verify` adds what only memory can show: every tensor is a slice of a larger buffer full of
-NaN, which must neither leak in nor be written; outputs hold NaN before each launch, so that
-nothing stale passes; two launches agree bit for bit.
+NaN, which must neither leak in nor be written, and nor must the inputs; outputs hold NaN before
+each launch, so that nothing stale passes; two launches agree bit for bit.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Verdict(BaseModel):
     Attributes:
         ok: whether every rule holds.
         reason: the broken rule, with numbers; empty if there is none.
+        stray: whether it wrote where it must not: nothing in the device's memory can be trusted
+            any more.
         max_error: largest |out - reference|; allowed_error: its limit.
         rms_ratio: the RMS error over that of the unavoidable roundings; 0 if there is no element.
         lse_error: largest |lse - reference|.
@@ -58,6 +60,7 @@ class Verdict(BaseModel):
 
     ok: bool
     reason: str = ""
+    stray: bool = False
     max_error: float = 0.0
     allowed_error: float = 0.0
     rms_ratio: float = 0.0
@@ -290,14 +293,12 @@ class _Slab:
         strides = ((self.dims[1] + PAD_ROWS) * self.row, self.row, self.dims[3])
         return TensorView(int(buffer.data.ptr) + 2 * self.lead, self.dims, strides)
 
-    def upload(self, values: NDArray[Any]) -> Any:
-        """A CuPy buffer that holds `values`, (batch, seqlen, heads, head_dim)."""
-        import cupy
-
+    def around(self, values: NDArray[Any]) -> NDArray[np.uint16]:
+        """A flat array that holds `values`, (batch, seqlen, heads, head_dim)."""
         flat = np.full(self.size, POISON)
         rows = self.rows_of(flat)
         rows[...] = values.view(np.uint16).reshape(rows.shape)
-        return cupy.asarray(flat)
+        return flat
 
     def is_alone(self, flat: NDArray[Any]) -> bool:
         """Whether all but the tensor is poison."""
@@ -318,6 +319,7 @@ class _Bench:
     lse_buffer: Any  # float32 (GUARD + rows + GUARD)
     expected: Expected
     inputs: tuple[Any, ...]  # what q, k and v point into
+    uploaded: tuple[NDArray[np.uint16], ...]  # what they hold
 
 
 def random_inputs(
@@ -349,8 +351,9 @@ def _bench(problem: Problem, case: Case, device_index: int) -> _Bench:
     shape = case.shape
     inputs = random_inputs(problem.dtype, problem.head_dim, shape, drift=case.drift)
     slabs = [_Slab(x.shape, narrow=problem.alignment == 2) for x in inputs]
+    uploaded = tuple(slab.around(x) for slab, x in zip(slabs, inputs, strict=True))
     with on_device(device_index):
-        buffers = tuple(slab.upload(x) for slab, x in zip(slabs, inputs, strict=True))
+        buffers = tuple(cupy.asarray(flat) for flat in uploaded)
         q, k, v = (slab.view(buffer) for slab, buffer in zip(slabs, buffers, strict=True))
         references = reference.attention_on_device(problem, q, k, v, device_index=device_index)
         rows = shape.batch * shape.heads_q * shape.seqlen_q
@@ -363,6 +366,7 @@ def _bench(problem: Problem, case: Case, device_index: int) -> _Bench:
             lse_buffer=cupy.empty(rows + 2 * GUARD, np.float32),
             expected=expect(references, problem.dtype, shape),
             inputs=buffers,
+            uploaded=uploaded,
         )
 
 
@@ -417,16 +421,21 @@ def _verify_one(kernel: LoadedKernel, bench: _Bench, device_index: int) -> Verdi
         (o_flat, lse_flat), (o_again, lse_again) = (
             _run_poisoned(kernel, bench, device_index) for _ in range(2)
         )
+        inputs = [buffer.get() for buffer in bench.inputs]
     dtype = NUMPY_DTYPE[kernel.problem.dtype]
     out = by_row(slab.rows_of(o_flat).reshape(slab.dims)).view(dtype)
     verdict = judge(out, lse_flat[GUARD:-GUARD], expected)
     numbers = verdict.model_dump(include={"max_error", "allowed_error", "rms_ratio", "lse_error"})
     numbers["shape"] = shape
-    if not slab.is_alone(o_flat):
-        return _refused("wrote outside of the output", shape, "", numbers)
     guards = np.concatenate([lse_flat[:GUARD], lse_flat[-GUARD:]])
-    if not (guards.view(np.uint32) == POISON_32).all():
-        return _refused("wrote outside of the logsumexp", shape, "", numbers)
+    strays = {
+        "wrote outside of the output": not slab.is_alone(o_flat),
+        "wrote outside of the logsumexp": not (guards.view(np.uint32) == POISON_32).all(),
+        "wrote to its inputs": not all(map(np.array_equal, inputs, bench.uploaded)),
+    }
+    for rule, broken in strays.items():
+        if broken:
+            return _refused(rule, shape, "", numbers | {"stray": True})
     if verdict.ok and not (
         np.array_equal(o_flat, o_again)
         and np.array_equal(lse_flat.view(np.uint32), lse_again.view(np.uint32))

@@ -149,8 +149,8 @@ class Worker:
             return lost.rejection
         if not isinstance(outcome, Measured | Rejected):
             raise TypeError(f"{self._evaluator} returned {outcome!r}, which is no outcome")
-        if isinstance(outcome, Rejected) and outcome.kind == "crash":
-            self.close()  # the CUDA context is lost, and the process with it
+        if isinstance(outcome, Rejected) and outcome.kind in ("crash", "stray"):
+            self.close()  # the CUDA context is lost, or what lies in its memory
         return outcome
 
     def compare(
@@ -322,7 +322,7 @@ def evaluate_on_device(
         if verdict.ok:
             verdict = check_sample(kernel, shape, device_index=device_index)
         if not verdict.ok:
-            return Rejected(kind="wrong", reason=verdict.reason)
+            return Rejected(kind="stray" if verdict.stray else "wrong", reason=verdict.reason)
         timing = measure(
             kernel,
             shape,

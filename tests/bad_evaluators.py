@@ -56,6 +56,8 @@ def act(compiled: Arguments, *rest: Arguments) -> Outcome:
             os._exit(3)
         case ["sticky"]:
             return Rejected(kind="crash", reason="the CUDA driver reports illegal address (700)")
+        case ["stray"]:
+            return Rejected(kind="stray", reason="wrote to its inputs")
         case ["refuse"]:
             raise DeviceError("device 0 has too little free memory")
         case ["typo"]:

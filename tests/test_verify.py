@@ -207,7 +207,18 @@ def test_cases_surround_the_blocks() -> None:
 
 # ---- verify itself, around a kernel that NumPy stands in for ----
 
-Spoil = Callable[[int, Array, Array], None]  # launch number, the O buffer, the LSE buffer
+# launch number, the buffers of O, LSE and Q
+Spoil = Callable[[int, Array, Array, Array], None]
+
+
+class OnDevice:
+    """A CuPy buffer."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def get(self) -> Array:
+        return self._array
 
 
 @pytest.fixture
@@ -221,7 +232,14 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
         references = reference.references(*inputs, causal=True)
         slab = verify._Slab(inputs[0].shape, narrow=False)
         expected = expect(references, "bf16", case.shape)
-        return SimpleNamespace(expected=expected, o_slab=slab, soft=references.float32_softmax)
+        flat = slab.around(inputs[0])
+        return SimpleNamespace(
+            expected=expected,
+            o_slab=slab,
+            soft=references.float32_softmax,
+            inputs=(OnDevice(flat.copy()),),
+            uploaded=(flat,),
+        )
 
     def verdict(spoil: Spoil) -> verify.Verdict:
         launches = itertools.count(1)
@@ -236,7 +254,7 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
             lse[verify.GUARD : -verify.GUARD] = bench.expected.lse.astype(np.float32).view(
                 np.uint32
             )
-            spoil(next(launches), o, lse.view(np.float32))
+            spoil(next(launches), o, lse.view(np.float32), bench.inputs[0].get())
             return o, lse.view(np.float32)
 
         monkeypatch.setattr(verify, "on_device", lambda index: nullcontext())
@@ -249,22 +267,26 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
 
 
 def test_verify_accepts_a_right_kernel(verdict_on: Callable[[Spoil], verify.Verdict]) -> None:
-    verdict = verdict_on(lambda launch, o, lse: None)
+    verdict = verdict_on(lambda *_: None)
     assert verdict, verdict.reason
     assert verdict.rms_ratio == pytest.approx(1.0, abs=0.01)
     assert 0 < verdict.max_error < verdict.allowed_error
     assert verdict.shape is not None
 
 
-def _guard_of_o(launch: int, o: Array, lse: Array) -> None:
+def _guard_of_o(launch: int, o: Array, lse: Array, q: Array) -> None:
     o[-1] = 0
 
 
-def _guard_of_lse(launch: int, o: Array, lse: Array) -> None:
+def _guard_of_lse(launch: int, o: Array, lse: Array, q: Array) -> None:
     lse[verify.GUARD - 1] = 0
 
 
-def _unsteady(launch: int, o: Array, lse: Array) -> None:
+def _inputs(launch: int, o: Array, lse: Array, q: Array) -> None:
+    q[verify.GUARD] = 1
+
+
+def _unsteady(launch: int, o: Array, lse: Array, q: Array) -> None:
     if launch == 6:  # the second of the third shape
         o[verify.GUARD] ^= 1
 
@@ -274,6 +296,7 @@ def _unsteady(launch: int, o: Array, lse: Array) -> None:
     [
         (_guard_of_o, "wrote outside of the output"),
         (_guard_of_lse, "wrote outside of the logsumexp"),
+        (_inputs, "wrote to its inputs"),
         (_unsteady, "two runs differ"),
     ],
 )
@@ -283,6 +306,7 @@ def test_verify_refuses_what_memory_shows(
     verdict = verdict_on(spoil)
     assert not verdict
     assert reason in verdict.reason
+    assert verdict.stray == reason.startswith("wrote")
 
 
 def test_small_shapes_are_pooled_for_the_rms_rule(
@@ -290,7 +314,7 @@ def test_small_shapes_are_pooled_for_the_rms_rule(
 ) -> None:
     monkeypatch.setattr(verify, "MAX_RMS_RATIO", 0.99)
     monkeypatch.setattr(verify, "RMS_ELEMENTS", 10**9)
-    verdict = verdict_on(lambda launch, o, lse: None)
+    verdict = verdict_on(lambda *_: None)
     assert not verdict
     assert "over all shapes" in verdict.reason
 

@@ -66,6 +66,13 @@ def test_a_crash_is_a_rejection_and_the_next_one_runs(
     wait_until_dead(before)
 
 
+def test_after_a_stray_write_the_next_one_gets_clean_memory(worker: Worker) -> None:
+    before = pid(ask(worker, "well"))
+    assert ask(worker, "stray") == Rejected(kind="stray", reason="wrote to its inputs")
+    wait_until_dead(before)
+    assert pid(ask(worker, "well")) != before
+
+
 def test_a_hang_is_killed_and_the_next_one_runs(worker: Worker, tmp_path: Path) -> None:
     before = pid(ask(worker, "well"))
     worker.deadline_s = 0.3
