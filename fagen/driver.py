@@ -19,7 +19,8 @@ from fagen.errors import ArgumentError, CudaError, DeviceError
 
 MIN_DRIVER = (12, 4)  # cuFuncLoad
 DEFAULT_SMEM_BYTES = 48 * KIB  # dynamic shared memory that a kernel may use without opting in
-FATAL = range(700, 720)  # illegal address, launch timeout, ...: the context is lost
+# Illegal address, launch timeout, ...: the context is lost. 701 only refuses a launch.
+FATAL = frozenset(range(700, 720)) - {701}
 
 
 def _no_driver(why: str) -> DeviceError:

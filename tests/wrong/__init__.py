@@ -1,1 +1,1 @@
-"""Kernels with planted bugs, which `fagen.verify` must refuse."""
+"""Kernels with planted bugs, which `fagen.verify` must refuse, and kernels that attack."""
