@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +21,7 @@ from fagen.compile import Compiled
 from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import StoreError
-from fagen.events import Notice, OnEvent
+from fagen.events import Notice
 from fagen.outcome import Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.store import digest, locked, replace_file
@@ -144,16 +144,18 @@ class Guard:
     """Evaluates on a worker, and finds out who is to blame when it is lost.
 
     Args:
-        on_event: gets a `Notice` when the list is first used, and for each kernel put on it.
+        on_notice: told when the list is first used, and for each kernel put on it.
     """
 
-    def __init__(self, worker: Worker, blocklist: Blocklist, on_event: OnEvent) -> None:
-        self._worker, self._blocklist, self._on_event = worker, blocklist, on_event
+    def __init__(
+        self, worker: Worker, blocklist: Blocklist, on_notice: Callable[[Notice], object]
+    ) -> None:
+        self._worker, self._blocklist, self._on_notice = worker, blocklist, on_notice
         self._before: tuple[_Run, Outcome] | None = None  # what ran last in this process
         self._withdrawn: list[tuple[AnyConfig, Rejected]] = []
         self._said_so = False
         if blocklist.warning:
-            on_event(Notice(f"{blocklist.warning}."))
+            on_notice(Notice(f"{blocklist.warning}."))
 
     def evaluate(
         self,
@@ -214,16 +216,18 @@ class Guard:
         try:
             self._blocklist.add(digest(run.compiled.cubin), *run[1:], why)
         except StoreError as error:
-            self._on_event(Notice(f"{run.config}: {why.kind} twice, but {error}."))
+            self._on_notice(Notice(f"{run.config}: {why.kind} twice, but {error}."))
         else:
             where = self._blocklist.path
-            self._on_event(Notice(f"{run.config}: {why.kind} twice, now on the blocklist {where}."))
+            self._on_notice(
+                Notice(f"{run.config}: {why.kind} twice, now on the blocklist {where}.")
+            )
 
     def _say_where(self) -> None:
         if not self._said_so:
             self._said_so = True
             where = self._blocklist.path
-            self._on_event(
+            self._on_notice(
                 Notice(f"Kernels on the blocklist {where} are left out; edit it to try them again.")
             )
 

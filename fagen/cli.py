@@ -42,6 +42,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench": ("fagen bench --head-dim 128 --against fa3,cudnn --json results.json",),
     "report": ("fagen report --study d128_causal --bench results.json -o report/",),
     "check": ("fagen check --arch sm90 --sample 300",),
+    "verify": ("fagen verify --dtype bf16 --head-dim 128",),
     "doctor": ("fagen doctor",),
     "cache path": ("fagen cache path",),
     "cache clear": ("fagen cache clear",),
@@ -713,6 +714,70 @@ def _print_report(report: Report, verified: bool) -> None:
     for record in report.records:
         if record.fault:
             print(f"  {record.record} {record.config}: {record.fault}")
+
+
+@app.command(epilog=_example("verify"))
+def verify(
+    ctx: typer.Context,
+    arch: Arch = None,
+    dtype: DtypeName = None,
+    head_dim: HeadDim = None,
+    causal: Causal = None,
+    config: ConfigFile = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="The studies, as of `fagen tune`: each record's runners-up."),
+    ] = None,
+    device: Annotated[
+        int | None, typer.Option(min=0, help="CUDA device number. Default: the first that fits.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the tuned configs again, beside their runners-up: do they still hold?
+
+    Of each record of this card: "holds", "stale" (something is faster now, by more than 1 %) or
+    "wrong". Exit code 1 if any does not hold.
+    """
+    from collections import Counter
+
+    from fagen.recheck import recheck
+
+    card, present = _device(arch, device)
+    if present is None:
+        raise DeviceError(
+            f"no {card.arch.name} device here to measure on; `fagen check --arch {card.arch.name}` "
+            "judges records without one"
+        )
+    chosen = {"dtype": dtype, "head_dim": head_dim, "causal": causal}
+    records: dict[Any, Record] = {}
+    for record in _store(ctx, config).records(card.arch.name):
+        if all(value in (None, getattr(record.problem, name)) for name, value in chosen.items()):
+            records.setdefault(record.key, record)  # the one that dispatch takes
+    found = []
+    for item in recheck(
+        list(records.values()),
+        device_index=present,
+        storage=storage,
+        on_notice=lambda notice: print(notice.text, file=sys.stderr),
+    ):
+        found.append(item)
+        if not as_json:
+            now = "" if item.median_us is None else f", now {item.median_us:.1f} us"
+            print(
+                f"{item.state:<5}  {item.record}: {item.recorded_us:.1f} us on record{now}: "
+                f"{item.config}{item.reason and f'; {item.reason}'}",
+                flush=True,
+            )
+    if as_json:
+        _print_json([item.model_dump() for item in found])
+    else:
+        states = Counter(item.state for item in found)
+        print(
+            f"{_counted(len(found), 'record')}: {states['holds']} hold, {states['stale']} stale, "
+            f"{states['wrong']} wrong"
+        )
+    if any(item.state != "holds" for item in found):
+        raise typer.Exit(1)
 
 
 @app.command(epilog=_example("doctor"))

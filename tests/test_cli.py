@@ -9,13 +9,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer
-from records import some_record
+from records import H200, some_record
 from typer.main import get_command
 
 from fagen import __version__, cli, driver
@@ -25,8 +25,9 @@ from fagen.errors import DeviceError
 from fagen.events import Notice, OnEvent, PhaseChanged, RecordSaved, TaskStarted, TrialDone
 from fagen.outcome import Measured, Tried
 from fagen.problem import Problem, Shape
+from fagen.recheck import Rechecked
 from fagen.space import default_config
-from fagen.store import Calls, Card, save_calls
+from fagen.store import Calls, Card, Record, save_calls, save_records
 from fagen.tasks import Task
 from fagen.tuner import TuneResult
 
@@ -109,6 +110,8 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         (("bench", "--from", "no.json"), "no.json"),
         (("bench",), "driver"),
         (("check", "--arch", "volta"), "sm80"),
+        (("verify",), "no CUDA device here"),
+        (("verify", "--arch", "sm90"), "no sm90 device here to measure on"),
         (("check", "--sample", "-1"), "--sample"),
         (("list", "--arch", "sm1"), "sm80"),
         (("lits",), "lits"),
@@ -178,6 +181,7 @@ def test_the_contract_of_the_flags() -> None:
         " --kv-heads",
         "bench": "--json",
         "check": "--arch",
+        "verify": "--arch --dtype --head-dim --causal --no-causal --config --storage --json",
         "doctor": "",
     }
     for name, flags in wanted.items():
@@ -301,6 +305,53 @@ def test_check_counts_and_compiles(fagen: Fagen) -> None:
     assert report["sample"]["compiled"] == 3
     for space in report["spaces"]:
         assert space["legal"] + sum(space["rejections"].values()) == space["points"]
+
+
+@pytest.fixture
+def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    """What `fagen verify` asks about; a record of head dim 64 is stale, the rest holds."""
+    asked: list[Record] = []
+
+    def recheck(records: list[Record], **_: Any) -> Iterator[Rechecked]:
+        asked.extend(records)
+        for record in records:
+            stale = record.problem.head_dim == 64
+            yield Rechecked(
+                record=f"{record.problem} {record.bucket}",
+                config=str(record.config),
+                state="stale" if stale else "holds",
+                reason="another is 3.0% faster" if stale else "",
+                recorded_us=record.result.median_us,
+                median_us=111.1,
+            )
+
+    monkeypatch.setattr("fagen.recheck.recheck", recheck)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "query_device", lambda index: H200)
+    return asked
+
+
+def test_verify_says_of_each_record_whether_it_holds(
+    fagen: Fagen, tmp_path: Path, rechecked: list[Record]
+) -> None:
+    path = tmp_path / "records.yaml"
+    problems = [
+        Problem(dtype="bf16", head_dim=d, causal=c) for d in (64, 128) for c in (False, True)
+    ]
+    save_records(path, [some_record(p, default_config(p, H200)) for p in problems])
+    words = ("verify", "--config", str(path))
+    code, out, err = fagen(*words)
+    assert (code, err) == (1, "")
+    *lines, summary = out.splitlines()
+    assert sum(line.startswith("stale") for line in lines) == 2
+    assert all("another is 3.0% faster" in line for line in lines if line.startswith("stale"))
+    assert all("123.4 us on record, now 111.1 us" in line for line in lines)
+    assert summary == "4 records: 2 hold, 2 stale, 0 wrong"
+    rechecked.clear()
+    code, out, _ = fagen(*words, "--head-dim", "128", "--no-causal", "--dtype", "bf16", "--json")
+    assert code == 0
+    assert [record.problem for record in rechecked] == [problems[2]]
+    assert [item["state"] for item in json.loads(out)] == ["holds"]
 
 
 def test_cache_path_and_clear(
