@@ -37,6 +37,7 @@ FLUSH_US = 100.0  # about what flush and gate add to a sample
 SHORTEST_GATE_NS = 10_000
 LONGEST_GATE_NS = 500_000_000  # a call that waits for the device would wait for ever
 MIN_SAMPLES, MAX_SAMPLES = 5, 200
+MIN_ROUNDS = 5  # of a comparison
 FEW_SAMPLES = 3  # enough to see that a candidate is hopeless
 FILL_THREADS, FILL_BLOCKS = 256, 4096
 PRECISION = 0.003  # stop at this relative standard error of the median
@@ -162,7 +163,7 @@ def time_call(
     deadline = time.perf_counter() + budget_s
     timer.warm_up([call])
     estimate = timer.burst([call])[0]
-    count = min(max(int(BURST_US / (estimate + FLUSH_US)), 1), MAX_BURST)
+    count = _burst_size(estimate, MAX_BURST)
     samples: list[float] = []
     clock_mhz = 0.0
     stopped = False
@@ -181,6 +182,11 @@ def time_call(
         clock_mhz=clock_mhz,
         stopped=stopped,
     )
+
+
+def _burst_size(estimate_us: float, most: int) -> int:
+    """How many samples of a call make a burst."""
+    return min(max(int(BURST_US / (estimate_us + FLUSH_US)), 1), most)
 
 
 def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
@@ -205,12 +211,17 @@ def _is_hopeless(samples: Sequence[float], give_up_us: float) -> bool:
 def compare(
     calls: Mapping[str, Call],
     *,
-    rounds: int = 11,
+    rounds: int = 15,
     samples_per_round: int = 5,
+    budget_s: float = 60.0,
     device_index: int = 0,
     seed: int = 0,
 ) -> dict[str, list[float]]:
     """Times several calls side by side: in each round each of them, in random order.
+
+    Args:
+        samples_per_round: of each call, fewer if they were more than a burst.
+        budget_s: wall time after which no further round is begun, but for the first few.
 
     Returns:
         For each name, its median of each round in microseconds. What slows a round slows all its
@@ -219,13 +230,20 @@ def compare(
     timer = _timer(device_index)
     shuffle = random.Random(seed).shuffle
     timer.warm_up(calls.values())
+    bursts = {
+        name: [call] * _burst_size(timer.burst([call])[0], samples_per_round)
+        for name, call in calls.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    deadline = time.perf_counter() + budget_s
+    for done in range(rounds):
+        if done >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
         order = list(calls)
         shuffle(order)
         for name in order:
             time.sleep(PAUSE_S)
-            times[name].append(float(np.median(timer.burst([calls[name]] * samples_per_round))))
+            times[name].append(float(np.median(timer.burst(bursts[name]))))
     return times
 
 

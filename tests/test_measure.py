@@ -56,6 +56,30 @@ def test_what_is_clearly_slower_is_not_timed_to_the_end(
     assert timing.samples < timer.taken
 
 
+@pytest.mark.parametrize(("budget_s", "rounds"), [(60.0, 9), (0.0, measure.MIN_ROUNDS)])
+def test_a_comparison_of_long_calls_ends(
+    budget_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Timer(NoisyTimer):
+        def burst(self, calls: Sequence[measure.Call]) -> list[float]:
+            sizes.append(len(calls))
+            return [1e5 if calls[0] is slow else 100.0] * len(calls)
+
+    def slow(stream: int) -> None:
+        pass
+
+    def fast(stream: int) -> None:
+        pass
+
+    sizes: list[int] = []
+    timer = Timer()
+    monkeypatch.setattr(measure, "_timer", lambda index: timer)
+    times = measure.compare({"slow": slow, "fast": fast}, rounds=9, budget_s=budget_s)
+    assert times == {"slow": [1e5] * rounds, "fast": [100.0] * rounds}
+    assert sizes[:2] == [1, 1], "to know how long they take"
+    assert sorted(sizes[2:]) == [1] * rounds + [5] * rounds
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", ["gate", "fill_normal"])
 def test_kernels_compile(name: str, arch: str) -> None:
