@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Call = Callable[[int], object]  # takes the CUDA stream's handle and only queues work on it
 
 BURST_US = 5_000.0
+LONG_BURST_US = 50_000.0  # of one call in a comparison
 PAUSE_S = 0.002
 MAX_BURST = 32  # samples
 FLUSH_US = 100.0  # about what flush and gate add to a sample
@@ -184,9 +185,9 @@ def time_call(
     )
 
 
-def _burst_size(estimate_us: float, most: int) -> int:
+def _burst_size(estimate_us: float, most: int, burst_us: float = BURST_US) -> int:
     """How many samples of a call make a burst."""
-    return min(max(int(BURST_US / (estimate_us + FLUSH_US)), 1), most)
+    return min(max(int(burst_us / (estimate_us + FLUSH_US)), 1), most)
 
 
 def median_and_spread(samples: Sequence[float]) -> tuple[float, float]:
@@ -211,7 +212,7 @@ def _is_hopeless(samples: Sequence[float], give_up_us: float) -> bool:
 def compare(
     calls: Mapping[str, Call],
     *,
-    rounds: int = 15,
+    rounds: int = 7,
     samples_per_round: int = 5,
     budget_s: float = 60.0,
     device_index: int = 0,
@@ -220,7 +221,7 @@ def compare(
     """Times several calls side by side: in each round each of them, in random order.
 
     Args:
-        samples_per_round: of each call, fewer if they were more than a burst.
+        samples_per_round: of each call, fewer if they took over `LONG_BURST_US`.
         budget_s: wall time after which no further round is begun, but for the first few.
 
     Returns:
@@ -231,7 +232,7 @@ def compare(
     shuffle = random.Random(seed).shuffle
     timer.warm_up(calls.values())
     bursts = {
-        name: [call] * _burst_size(timer.burst([call])[0], samples_per_round)
+        name: [call] * _burst_size(timer.burst([call])[0], samples_per_round, LONG_BURST_US)
         for name, call in calls.items()
     }
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -87,8 +87,8 @@ class TuneProgress:
             case TaskStarted():
                 self._start(event)
             case PhaseChanged(problem=problem, phase="finish", gpu_busy=busy):
-                self._bar.update(self._task, best="final comparison")
                 known = "" if busy is None else f"; the GPU was busy {busy:.0%} of the search"
+                self._bar.update(self._task, best=f"final comparison{known}")
                 self._plain(f"{problem}: final comparison{known}")
             case TrialDone():
                 self._trial(event)

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 START_SECONDS = 60.0  # of a new process: imports, CUDA context, helper kernels
 DEADLINE_SECONDS = 20.0  # of one request
 COMPARE_SECONDS = 120.0
+COMPARE_ROUNDS = 15
+STOP_SECONDS = 30.0  # the driver lets a killed process go when it has stopped its kernel
 MEASURE_SECONDS = 0.08  # of a candidate on a shape; the finalists are compared for longer
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TORCH = "torch SDPA"  # its name in `compare`
@@ -116,7 +118,7 @@ class Worker:
         if self._process is not None and self._connection is not None:
             self._connection.close()
             self._process.kill()
-            self._process.join()
+            self._process.join(timeout=STOP_SECONDS)
         self._process = self._connection = None
 
     def describe_device(self) -> DeviceReport:
@@ -390,7 +392,7 @@ def _compare(
     torch_call = _torch_call(problem, shape, device_index)
     if torch_call is not None:
         calls[TORCH] = torch_call
-    times = compare(calls, device_index=device_index)
+    times = compare(calls, rounds=COMPARE_ROUNDS, device_index=device_index)
     for name, kernel in kernels.items():
         if not check_sample(kernel, shape, device_index=device_index):
             del times[name]

@@ -385,7 +385,7 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
         on_event(TaskStarted(task, 1, 1, "forward_sm90", device, 1234, 7))
         for done, tried in enumerate((slow, fast), 1):
             on_event(TrialDone(task.problem, shape, tried, tried, True, done, 50, {"wrong": 3}))
-        on_event(PhaseChanged(task.problem, "finish"))
+        on_event(PhaseChanged(task.problem, "finish", gpu_busy=0.634))
         record = some_record(
             task.problem, fast.config, card=Card.of(device), median_us=100.0, tflops=123.0
         )
@@ -423,7 +423,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
         "1 of 50: best 200.0 us",
         "2 of 50: best 100.0 us",
         "rejected: 3 wrong",
-        "final comparison",
+        "final comparison; the GPU was busy 63% of the search",
         "measured 100.0 us, 123 TFLOP/s",
     ):
         assert said in err

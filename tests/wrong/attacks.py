@@ -1,4 +1,4 @@
-"""Kernels that attack the one who runs them: an evaluator for `Worker`, see test_attacks.py.
+"""Kernels that attack the one who runs them: an evaluator for `Worker`, see test_bad_kernels.py.
 
 `evaluate` puts another kernel in the place of some configs' own, compiled in the worker: the tuner
 has no way to know.

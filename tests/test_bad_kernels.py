@@ -72,16 +72,15 @@ def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     save_records(folder / "none.yaml", [])  # in place of the shipped records: none is compared
     monkeypatch.setenv(CONFIG_VARIABLE, str(folder / "none.yaml"))
     events: list[Event] = []
-    with worker:
-        result = tune(
-            [Task(PROBLEM, (SHAPE,))],
-            template=TEMPLATE,
-            fixed=FIXED,
-            out=folder / "tuned.yaml",
-            storage=folder / "trials.journal",
-            on_event=events.append,
-            worker=worker,
-        )
+    result = tune(
+        [Task(PROBLEM, (SHAPE,))],
+        template=TEMPLATE,
+        fixed=FIXED,
+        out=folder / "tuned.yaml",
+        storage=folder / "trials.journal",
+        on_event=events.append,
+        worker=worker,
+    )
     assert not result.interrupted
     (record,) = result.records
     assert load_records(result.path).records == result.records
