@@ -170,11 +170,9 @@ class Guard:
 
         A kernel that fails once is rejected too, though it be well the second time.
         """
-        blocked = self._blocklist.find(digest(compiled.cubin), shape)
+        blocked = self.why_blocked(compiled, shape)
         if blocked is not None:
-            self._say_where()
-            reason = f"on the blocklist since {blocked.date}: {blocked.kind}: {blocked.reason}"
-            return Rejected(kind="blocked", reason=reason)
+            return blocked
         run = _Run(compiled, problem, config, shape)
         outcome = self._worker.evaluate(*run, **options)
         if _is_lost(outcome):
@@ -186,6 +184,15 @@ class Guard:
         else:
             self._before = run, outcome
         return outcome
+
+    def why_blocked(self, compiled: Compiled, shape: Shape) -> Rejected | None:
+        """The rejection of a kernel that is on the list."""
+        entry = self._blocklist.find(digest(compiled.cubin), shape)
+        if entry is None:
+            return None
+        self._say_where()
+        reason = f"on the blocklist since {entry.date}: {entry.kind}: {entry.reason}"
+        return Rejected(kind="blocked", reason=reason)
 
     def withdrawn(self) -> Iterator[tuple[AnyConfig, Rejected]]:
         """Configs whose earlier outcomes turned out to be worthless, each told once."""

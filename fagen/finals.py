@@ -161,7 +161,12 @@ def side_by_side(
     Raises:
         DeviceError: if the rest fails again.
     """
-    failed: dict[AnyConfig, Rejected] = {}
+    failed = {
+        config: why
+        for config, kernel in kernels.items()
+        for shape in shapes
+        if (why := guard.why_blocked(kernel, shape))
+    }
 
     def compare() -> list[dict[str, list[float]]]:
         candidates = [

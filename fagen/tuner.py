@@ -308,9 +308,10 @@ class _Tuning:
             jobs = ((task.problem, config, self.report.device.arch) for config in configs)
             with closing(compiled_ahead(jobs, self.processes)) as answers:
                 for config, compiled in answers:
-                    yield config, self._judge(task, config, compiled, twins, studies)
+                    outcomes = self._judge(task, config, compiled, twins, studies)
                     for earlier, rejected in self.guard.withdrawn():
                         yield earlier, [rejected] * len(studies)
+                    yield config, outcomes
 
         def on_outcome(study: Study, tried: Tried) -> None:
             self.on_event(

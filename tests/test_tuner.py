@@ -15,6 +15,7 @@ from records import some_record
 
 from fagen import candidates, finals, prediction
 from fagen import tuner as tuning
+from fagen.blocklist import Blocklist
 from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture
@@ -221,6 +222,20 @@ def test_what_hangs_twice_is_not_run_by_later_studies(tmp_path: Path) -> None:
     last = [event for event in events if isinstance(event, TrialDone)][-1]
     assert last.rejections["blocked"] > 0
     assert last.done == 40, "what is blocked costs no trial"
+
+
+def test_what_is_blocked_is_not_in_the_finals(tmp_path: Path) -> None:
+    """A study that was resumed may hold its time."""
+    first = FakeWorker()
+    (record,) = run(tmp_path, first, [ONE])[0].records
+    assert record.config in first.compared[0]
+    why = Rejected(kind="crash", reason="killed by SIGSEGV")
+    blocklist = Blocklist(tmp_path / "trials.blocklist.json", H200.key)
+    blocklist.add(record.provenance.cubin, TASK.problem, record.config, ONE.shapes[0], why)
+    second = FakeWorker()
+    result, _ = run(tmp_path, second, [ONE], resume=True)
+    assert record.config not in second.compared[0]
+    assert result.records[0].config != record.config
 
 
 def test_a_time_that_is_withdrawn_wins_nothing(tmp_path: Path) -> None:
