@@ -52,9 +52,9 @@ class Ratio(NamedTuple):
     high: float
 
     @property
-    def is_tie(self) -> bool:
-        """Whether the two cannot be told apart, or differ by no more than matters."""
-        return abs(self.median - 1) <= TIE or self.low <= 1 <= self.high
+    def no_slower(self) -> bool:
+        """Whether it is not known to be slower, or by no more than matters."""
+        return self.median <= 1 + TIE or self.low <= 1
 
 
 def paired_ratio(times: Sequence[Times], name: str, base: str) -> Ratio:
@@ -63,7 +63,8 @@ def paired_ratio(times: Sequence[Times], name: str, base: str) -> Ratio:
     Args:
         times: of each shape.
     """
-    logs = [np.log(np.asarray(at[name]) / np.asarray(at[base])) for at in times]
+    rounds = min(len(at[base]) for at in times)
+    logs = [np.log(np.asarray(at[name]) / np.asarray(at[base]))[:rounds] for at in times]
     ratios = np.exp(np.mean(logs, axis=0))
     medians = np.median(_resampled(ratios), axis=1)
     tail = 100 * (1 - CONFIDENCE) / 2
@@ -110,7 +111,7 @@ def choose(
         incumbents: what is on record, the one that counts first.
     """
     best = fastest(times, map(str, kernels))
-    tied = tuple(c for c in kernels if paired_ratio(times, str(c), best).is_tie)
+    tied = tuple(c for c in kernels if paired_ratio(times, str(c), best).no_slower)
     stays = next((config for config in incumbents if config in tied), None)
     if stays is not None:
         return Choice(stays, tied)
@@ -184,7 +185,9 @@ def side_by_side(
         times = compare()
     for config in kernels:
         if config not in failed and any(str(config) not in at for at in times):
-            failed[config] = Rejected(kind="wrong", reason="right before, wrong in the finals")
+            failed[config] = Rejected(
+                kind="wrong", reason="its numbers are wrong beside the others"
+            )
     return times, failed
 
 

@@ -170,7 +170,7 @@ def _judge(
     best = fastest([times], map(str, kernels))
     ratio = paired_ratio([times], own, best)
     median_us, _ = median_and_spread(times[own])
-    if ratio.is_tie:
+    if ratio.no_slower:
         return verdict("holds", median_us=median_us)
     reason = f"{best} is {ratio.median - 1:.1%} faster"
     return verdict("stale", reason, median_us=median_us, faster=best, ratio=ratio.median)
