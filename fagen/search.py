@@ -16,7 +16,7 @@ import hashlib
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
@@ -34,11 +34,12 @@ from fagen.device import Device
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem
-from fagen.studies import keep_study, keep_trial, kept_outcomes
+from fagen.studies import Ledger
 
 SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
 NEEDED = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}  # packages, which Optuna imports late
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
+WAIT_SECONDS = 0.05  # between looks at what other processes still evaluate
 PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
 
 
@@ -164,16 +165,19 @@ class Study:
         self.tried: list[Tried] = []
         self._taken = np.zeros(len(legal), dtype=bool)
         self._pending: dict[int, Trial] = {}  # row -> Optuna's running trial
+        self._elsewhere: set[int] = set()  # rows that other processes evaluate
         self._distributions: dict[str, BaseDistribution] = {
             axis: CategoricalDistribution(values) for axis, values in legal.axes.items()
         }
         # The axes' values are part of the name: Optuna refuses a study whose axes change.
         digest = hashlib.sha256(repr(legal.axes).encode()).hexdigest()[:6]
-        self.name, self._kept = keep_study(f"{name} axes-{digest}", storage, resume)
-        if self._kept is not None:
-            for key, value in (about or {}).items():
-                self._kept.set_user_attr(key, value)
-        previous = self._load()
+        self.name = f"{name} axes-{digest}"
+        self._kept: Ledger | None = None
+        if storage is not None:
+            self._kept = Ledger(self.name, storage, resume, self._distributions)
+            self.name = self._kept.name
+            self._kept.note(about or {})
+        previous = self._news()
         self.resumed = len(previous)
         self._rng = np.random.default_rng([seed, self.resumed])
         self._order = None  # in which the legal set is walked, where no sampler is asked
@@ -204,8 +208,13 @@ class Study:
         return Counter(t.outcome.kind for t in self.tried if isinstance(t.outcome, Rejected))
 
     @property
+    def waits(self) -> bool:
+        """Whether other processes evaluate configs of it."""
+        return bool(self._elsewhere)
+
+    @property
     def asked(self) -> int:
-        """How many configs were asked for or claimed, those of earlier runs included."""
+        """How many configs were asked for or claimed, those of other runs included."""
         return int(self._taken.sum())
 
     @property
@@ -221,7 +230,7 @@ class Study:
     @property
     def on_gpu(self) -> int:
         """How many configs passed the static filter, or may still."""
-        return self.done + len(self._pending)
+        return self.done + len(self._pending) + len(self._elsewhere)
 
     def ask(self) -> AnyConfig | None:
         """A config that was not asked for before; None when all were."""
@@ -260,23 +269,61 @@ class Study:
             return False
         if row in self._pending:
             self._tell(row, self._pending.pop(row), outcome)
-        elif isinstance(outcome, Rejected) and self._has_time(config):
-            self.tried = [tried for tried in self.tried if tried.config != config]
-            self.tried.append(Tried(config, outcome))
-        else:
+        elif not self._withdraw(config, outcome):
             return False
         self._keep(config, outcome)
         return True
 
-    def _has_time(self, config: AnyConfig) -> bool:
-        return any(tried.config == config for tried in self.measured)
+    def _withdraw(self, config: AnyConfig, outcome: Outcome) -> bool:
+        """Whether a rejection has withdrawn the time of a config."""
+        rejected = isinstance(outcome, Rejected)
+        if not rejected or not any(tried.config == config for tried in self.measured):
+            return False
+        self.tried = [tried for tried in self.tried if tried.config != config]
+        self.tried.append(Tried(config, outcome))
+        return True
 
     def release(self) -> None:
         """Give up what was asked for and not told: it may be asked for again."""
-        for row, trial in self._pending.items():
-            self._study.tell(trial, state=TrialState.FAIL)
-            self._taken[row] = False
-        self._pending.clear()
+        for row in list(self._pending):
+            self.drop(self.legal.config(row))
+        if self._kept is not None:
+            self._kept.release()
+
+    def is_pending(self, config: AnyConfig) -> bool:
+        """Whether a config was asked for or claimed and not told."""
+        return self.legal.find(config.axes()) in self._pending
+
+    def hold(self, config: AnyConfig) -> bool:
+        """Whether this process is the one to evaluate a config; from then on no other is."""
+        return self._kept is None or self._kept.claim(config)
+
+    def drop(self, config: AnyConfig) -> None:
+        """Give up one config that was asked for or claimed."""
+        row = self.legal.find(config.axes())
+        assert row is not None
+        self._study.tell(self._pending.pop(row), state=TrialState.FAIL)
+        self._taken[row] = False
+
+    def read(self) -> set[int]:
+        """Learn what other processes found. Returns the rows that they evaluate now."""
+        for row, outcome in self._news():
+            if not self._taken[row] or row in self._elsewhere:
+                self._taken[row] = True
+                self._elsewhere.discard(row)
+                self._tell(row, self._propose(row), outcome)
+            elif row not in self._pending:
+                self._withdraw(self.legal.config(row), outcome)
+        claimed = self._kept.claimed if self._kept is not None else ()
+        rows = {self.legal.find(axes) for axes in claimed}
+        return {row for row in rows if row is not None}
+
+    def leave(self, rows: Set[int]) -> None:
+        """Leave rows to other processes, and take back those that were left before."""
+        left = {row for row in rows if not self._taken[row] or row in self._elsewhere}
+        self._taken[list(self._elsewhere)] = False
+        self._taken[list(left)] = True
+        self._elsewhere = left
 
     def walk_all(self) -> None:
         """Ask the sampler nothing more, since all that is left will be tried."""
@@ -313,12 +360,12 @@ class Study:
 
     def _keep(self, config: AnyConfig, outcome: Outcome) -> None:
         if self._kept is not None:
-            keep_trial(self._kept, config, self._distributions, outcome)
+            self._kept.keep(config, outcome)
 
-    def _load(self) -> list[tuple[int, Outcome]]:
-        """The trials of the kept study that are points of the legal set."""
-        kept = kept_outcomes(self._kept) if self._kept is not None else ()
-        found = {self.legal.find(axes): outcome for axes, outcome in kept}  # the last one counts
+    def _news(self) -> list[tuple[int, Outcome]]:
+        """The rows and outcomes that were kept since the last call; the last one counts."""
+        kept = self._kept.news() if self._kept is not None else ()
+        found = {self.legal.find(axes): outcome for axes, outcome in kept}
         return [(row, outcome) for row, outcome in found.items() if row is not None]
 
 
@@ -377,6 +424,9 @@ def search(
         budget_s: seconds after which nothing more is asked or waited for.
         on_outcome: called after each outcome.
 
+    Where the studies are kept, other processes may search them at the same time: no config is
+    evaluated twice, and each process ends when it knows the outcomes of all.
+
     Returns:
         False if Ctrl-C ended it: the studies hold what was known by then.
     """
@@ -397,13 +447,16 @@ def search(
 
     def configs() -> Iterator[AnyConfig]:
         nonlocal asked
+        _read(studies)
         while time.monotonic() < deadline and (asking := open_studies()):
             config = asking[asked % len(asking)].ask()
             assert config is not None, "an exhausted study was asked"
             asked += 1
             for study in studies:
                 study.claim(config)
-            yield config
+            if _hold(studies, config):
+                yield config
+            _read(studies)
 
     try:
         round_started_with = -1
@@ -411,14 +464,38 @@ def search(
             round_started_with = asked
             with closing(evaluate(configs())) as results:
                 for config, outcomes in results:
-                    for study, outcome in zip(studies, outcomes, strict=True):
+                    # The first study last, as it may have the claim: who reads it reads the rest.
+                    for study, outcome in reversed([*zip(studies, outcomes, strict=True)]):
                         if study.tell(config, outcome) and on_outcome is not None:
                             on_outcome(study, study.tried[-1])
                     if time.monotonic() >= deadline:
                         break
+            while any(study.waits for study in studies) and time.monotonic() < deadline:
+                if open_studies():  # what another process gave up
+                    round_started_with = -1
+                    break
+                time.sleep(WAIT_SECONDS)
+                _read(studies)
     except KeyboardInterrupt:
         return False
     finally:
         for study in studies:
             study.release()
     return True
+
+
+def _read(studies: Sequence[Study]) -> None:
+    """Takes in what other processes have done to the studies."""
+    rows: set[int] = set().union(*(study.read() for study in studies))
+    for study in studies:
+        study.leave(rows)
+
+
+def _hold(studies: Sequence[Study], config: AnyConfig) -> bool:
+    """Claims a config for this process in the first study that lacks it, and so in all."""
+    pending = [study for study in studies if study.is_pending(config)]
+    if pending[0].hold(config):
+        return True
+    for study in pending:
+        study.drop(config)
+    return False

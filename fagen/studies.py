@@ -1,20 +1,29 @@
 """Kept studies: Optuna's storages, and how a trial of fagen is written to one and read back.
 
-A trial is written as one whole, a rejection as a failed trial with its kind and reason: kill -9
-leaves no half trials behind, and `optuna.load_study` or optuna-dashboard read it like any other.
+Any number of processes, on any hosts, write one study. A config is claimed before it is evaluated,
+by a running trial; what came of it finishes that trial, a rejection as a failed one with its kind
+and reason. Kill -9 leaves no half trials behind but claims, which no reader counts, and
+`optuna.load_study` or optuna-dashboard read it like any other study.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -27,6 +36,8 @@ from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem, Shape
 
 LOCK_SECONDS = 60.0
+CLAIM_SECONDS = 300.0  # after which a claim counts no more: a process of another host died
+CLAIM = "claim"  # the kind of a trial that is no more than that
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -37,20 +48,52 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 class _KernelLock:
     """The journal's lock by flock: the kernel frees it when its holder dies, however it dies.
 
-    Optuna's own locks are files that outlive a killed process.
+    Optuna's own locks are files that outlive a killed process. What a dead holder left half
+    written goes before the next line is written.
     """
 
     def __init__(self, path: Path) -> None:
         from filelock import FileLock
 
+        self._path = path
         self._lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS)
 
     def acquire(self) -> bool:
         self._lock.acquire()
+        _cut_torn_line(self._path)
         return True
 
     def release(self) -> None:
         self._lock.release()
+
+
+class _Journal(JournalFileBackend):
+    """A journal file that can be given several operations as one write."""
+
+    _waiting: list[dict[str, Any]] | None = None
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        if self._waiting is None:
+            super().append_logs(logs)
+        else:
+            self._waiting += logs
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is appended meanwhile is written at the end, if nothing is raised."""
+        waiting = self._waiting = []
+        try:
+            yield
+        finally:
+            self._waiting = None
+        self.append_logs(waiting)
+
+
+class _JournalStorage(JournalStorage):
+    def __init__(self, path: Path, lock: _KernelLock) -> None:
+        # Duck-typed: the base class of Optuna's locks is not public.
+        self.path, self.journal = path, _Journal(str(path), lock_obj=lock)  # type: ignore[arg-type]
+        super().__init__(self.journal)
 
 
 def open_storage(where: str | Path) -> BaseStorage:
@@ -75,36 +118,36 @@ def open_storage(where: str | Path) -> BaseStorage:
     lock = _KernelLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _require_journal(path)
         lock.acquire()
-        try:
-            _mend(path)
-        finally:
-            lock.release()
-        # Duck-typed: the base class of Optuna's locks is not public.
-        backend = JournalFileBackend(str(path), lock_obj=lock)  # type: ignore[arg-type]
-        return JournalStorage(backend)
+        lock.release()
+        return _JournalStorage(path, lock)
     except OSError as error:
         raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
 
 
-def _mend(path: Path) -> None:
-    """Cuts a torn last line off a journal.
+def _require_journal(path: Path) -> None:
+    """Raises ValueError if a file is of another kind."""
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.readline()
+        whole = first.endswith(b"\n") and "op_code" in json.loads(first)
+        if first and not whole and not (b'{"op_code"').startswith(first[:10]):
+            raise ValueError("its first line is none of Optuna's")
 
-    Raises:
-        ValueError: if it is another kind of file, which stays as it is.
-    """
+
+def _cut_torn_line(path: Path) -> None:
+    """Cuts off what was written after the last line's end."""
     if not path.exists():
         return
     with path.open("r+b") as file:
-        text = file.read()
-        whole = text.rfind(b"\n") + 1
-        first, newline, _ = text.partition(b"\n")
-        if newline and "op_code" not in json.loads(first):
-            raise ValueError("its first line is none of Optuna's")
-        if whole != len(text):
-            file.truncate(whole)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read() not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 # ---- names ----
@@ -142,55 +185,219 @@ def study_name(device: Device, problem: Problem, shape: Shape, template: str) ->
     return f"{device.key} {problem} {shape.bucket()} {template} v{version}"
 
 
-# ---- writing ----
+# ---- writing, in many processes ----
 
 
-def keep_study(
-    name: str, storage: BaseStorage | None, resume: bool
-) -> tuple[str, optuna.Study | None]:
-    """The kept study: the last one of that name to go on with, or a new one under a free name."""
-    if storage is None:
-        return name, None
-    taken = set(optuna.get_all_study_names(storage))
+class Ledger:
+    """A kept study that several processes write: who tries which config, and what came of it.
+
+    A claim is a running trial with the config's axes. The storage numbers trials one after the
+    other, and of the claims of a config the lowest number counts. One whose process has died, or
+    that is `CLAIM_SECONDS` old where that cannot be told, is given up by whoever sees it.
+
+    Args:
+        name: of the study. Without `resume`, a new one gets a number.
+        storage: of `open_storage`.
+        distributions: of the axes.
+
+    Attributes:
+        name: the study's name.
+        claimed: the axes of what other processes have claimed, as of the last `news`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        storage: BaseStorage,
+        resume: bool,
+        distributions: Mapping[str, BaseDistribution],
+    ) -> None:
+        self._storage = storage
+        self._distributions = dict(distributions)
+        self._owner = _owner()
+        self.claimed: list[dict[str, Any]] = []
+        self._mine: dict[AnyConfig, int] = {}  # claims, by the ids of their trials
+        self._running: dict[int, float] = {}  # when each claim was seen first, by its number
+        self._read = 0  # trials with a lower number are finished, or in `_running`
+        with self._writing():
+            self.name = _next_name(name, set(optuna.get_all_study_names(storage)), resume)
+            self._study = optuna.create_study(
+                study_name=self.name, storage=storage, load_if_exists=True
+            )
+            self._id = storage.get_study_id_from_name(self.name)
+
+    def note(self, about: Mapping[str, Any]) -> None:
+        """Keeps JSON values beside the trials."""
+        with self._writing():
+            for key, value in about.items():
+                self._study.set_user_attr(key, value)
+
+    def news(self) -> list[tuple[dict[str, Any], Outcome]]:
+        """The axes and the outcome of each trial that was finished since the last call."""
+        found = []
+        before, self._running, self.claimed = self._running, {}, []
+        with self._writing():
+            trials = self._study.get_trials(deepcopy=False)
+            for number in [*before, *range(self._read, len(trials))]:
+                trial = trials[number]
+                if trial.state.is_finished():
+                    if trial.user_attrs.get("kind") not in (CLAIM, "illegal"):
+                        found.append((trial.params, _outcome(trial)))
+                    continue
+                seen = self._running[number] = before.get(number, time.monotonic())
+                owner = trial.user_attrs.get("owner", "")
+                if owner == self._owner:
+                    continue
+                if _is_dead(owner, self._owner) or time.monotonic() - seen > CLAIM_SECONDS:
+                    self._give_up(
+                        self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+                    )
+                    del self._running[number]
+                else:
+                    self.claimed.append(trial.params)
+            self._read = len(trials)
+        return found
+
+    def claim(self, config: AnyConfig) -> bool:
+        """Whether this process is to evaluate a config, since no other does or did.
+
+        `news` has given up the claims of the dead before.
+        """
+        claim = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
+            params=config.axes(),
+            distributions=self._distributions,
+            user_attrs={"config": str(config), "kind": CLAIM, "owner": self._owner},
+        )
+        with self._writing():
+            trial_id = self._storage.create_new_trial(self._id, template_trial=claim)
+            number = self._storage.get_trial_number_from_id(trial_id)
+            for rival in self._study.get_trials(deepcopy=False)[:number]:
+                attributes = rival.user_attrs
+                if attributes.get("config") == str(config) and (
+                    not rival.state.is_finished() or attributes["kind"] not in (CLAIM, "illegal")
+                ):
+                    self._give_up(trial_id)
+                    return False
+        self._mine[config] = trial_id
+        return True
+
+    def release(self) -> None:
+        """Gives up what was claimed and not kept."""
+        with suppress(StoreError), self._writing():  # else others do, when this process has ended
+            for trial_id in self._mine.values():
+                self._give_up(trial_id)
+        self._mine.clear()
+
+    def keep(self, config: AnyConfig, outcome: Outcome) -> None:
+        """Finishes the trial of a claimed config, and adds that of another as a whole."""
+        measured = isinstance(outcome, Measured)
+        state = TrialState.COMPLETE if measured else TrialState.FAIL
+        value = outcome.time_us if isinstance(outcome, Measured) else None
+        attributes = ({"kind": "measured"} if measured else {}) | outcome.model_dump()
+        with self._writing():
+            if config in self._mine and attributes["kind"] != "illegal":
+                self._finish(self._mine.pop(config), state, attributes, value)
+                return
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=value,
+                    params=config.axes(),
+                    distributions=self._distributions,
+                    user_attrs={"config": str(config)} | attributes,
+                )
+            )
+
+    def _give_up(self, trial_id: int) -> None:
+        # Its process may have died while it kept the outcome.
+        self._finish(trial_id, TrialState.FAIL, {"kind": CLAIM})
+
+    def _finish(
+        self,
+        trial_id: int,
+        state: TrialState,
+        attributes: Mapping[str, Any],
+        value: float | None = None,
+    ) -> None:
+        """Ends a running trial; one that another process has given up stays so."""
+        storage = self._storage
+        if storage.get_trial(trial_id).state.is_finished():
+            return
+        once = storage.journal.at_once() if isinstance(storage, _JournalStorage) else nullcontext()
+        with suppress(UpdateFinishedTrialError), once:
+            for key, attribute in attributes.items():
+                storage.set_trial_user_attr(trial_id, key, attribute)
+            storage.set_trial_state_values(trial_id, state, None if value is None else [value])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What the storage raises becomes a StoreError in one line."""
+        try:
+            yield
+        except (OSError, StorageInternalError) as error:
+            storage = self._storage
+            where = storage.path if isinstance(storage, _JournalStorage) else "the database"
+            why = getattr(error, "strerror", None) or str(error.__cause__ or error)
+            raise StoreError(
+                f"cannot keep trials in {where}: {' '.join(why.split())}. Those before are kept: "
+                "mend it, as by freeing the disk, and go on with --resume"
+            ) from None
+
+
+def _next_name(name: str, taken: set[str], resume: bool) -> str:
+    """The last study of that name, to go on with, or a free name for a new one."""
     number = 1
     while f"{name} #{number + 1}" in taken:
         number += 1
-    last = f"{name} #{number}" if number > 1 else name
     if name in taken and not resume:
-        last = f"{name} #{number + 1}"
-    return last, optuna.create_study(study_name=last, storage=storage, load_if_exists=True)
+        number += 1
+    return f"{name} #{number}" if number > 1 else name
 
 
-def keep_trial(
-    study: optuna.Study,
-    config: AnyConfig,
-    distributions: dict[str, BaseDistribution],
-    outcome: Outcome,
-) -> None:
-    """Adds a finished trial."""
-    measured = isinstance(outcome, Measured)
-    kind = {"kind": "measured"} if measured else {}
-    study.add_trial(
-        optuna.trial.create_trial(
-            state=TrialState.COMPLETE if measured else TrialState.FAIL,
-            value=outcome.time_us if isinstance(outcome, Measured) else None,
-            params=config.axes(),
-            distributions=distributions,
-            user_attrs={"config": str(config)} | kind | outcome.model_dump(),
-        )
-    )
+_ledgers = itertools.count()
 
 
-def kept_outcomes(study: optuna.Study) -> Iterator[tuple[dict[str, Any], Outcome]]:
-    """The axes and the outcome of each trial, but for the sampler's asks that nothing came of."""
-    for trial in study.get_trials(deepcopy=False):
-        if trial.user_attrs.get("kind") != "illegal":
-            yield trial.params, _outcome(trial)
+def _owner() -> str:
+    """A new ledger of this process, for `_is_dead`."""
+    pid = os.getpid()
+    return f"{_machine()} {pid} {_started(pid)} {next(_ledgers)}"
+
+
+def _is_dead(owner: str, here: str) -> bool:
+    """Whether no claim of `owner` will be kept any more, as the ledger `here` can tell."""
+    if owner.count(" ") != 3:
+        return True
+    machine, pid, started, _ = owner.split(" ")
+    if machine != _machine():
+        return False
+    if pid == here.split(" ")[1]:  # what came before in this process
+        return owner != here
+    return _started(int(pid)) != started
+
+
+@cache
+def _machine() -> str:
+    """Where a process id means the same: this host since its boot, and its set of processes."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return "/".join(parts)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in ticks since the boot; "-" if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "-"
+    return "-" if fields[0] in "ZX" else fields[19]
 
 
 def _outcome(trial: FrozenTrial) -> Outcome:
-    """What `Study` kept in a trial."""
-    fields = {key: value for key, value in trial.user_attrs.items() if key != "config"}
+    """What a finished trial of a `Ledger` says."""
+    fields = {k: v for k, v in trial.user_attrs.items() if k not in ("config", "owner")}
     if trial.state == TrialState.COMPLETE:
         return Measured(**{key: value for key, value in fields.items() if key != "kind"})
     return Rejected(**fields)
@@ -248,7 +455,11 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
 
 def _read_study(name: str, storage: BaseStorage) -> KeptStudy:
     study = optuna.load_study(study_name=name, storage=storage)
-    tried = [_read_trial(trial) for trial in study.get_trials(deepcopy=False)]
+    tried = [
+        _read_trial(trial)
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished() and trial.user_attrs.get("kind") != CLAIM
+    ]
     readable = [each for each in tried if each is not None]
     unreadable = len(tried) - len(readable)
     # A time may have been withdrawn later.
