@@ -241,7 +241,9 @@ class Study:
             if not self._taken[row]:
                 return self._claim(row, self._propose(row))
         if self._order is not None:
-            row = int(self._order[np.argmin(self._taken[self._order])])
+            left = self._order[~self._taken[self._order]]
+            # Processes that walk together would claim the same next one.
+            row = int(self._rng.choice(left) if self._elsewhere else left[0])
             return self._claim(row, self._propose(row))
         trial = self._study.ask(self._distributions)
         found = self.legal.find(trial.params)

@@ -36,6 +36,7 @@ from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem, Shape
 
 LOCK_SECONDS = 60.0
+TABLES_SECONDS = 20.0  # for another process to make a database's tables
 CLAIM_SECONDS = 300.0  # after which a claim counts no more: a process of another host died
 CLAIM = "claim"  # the kind of a trial that is no more than that
 
@@ -99,8 +100,9 @@ class _JournalStorage(JournalStorage):
 def open_storage(where: str | Path) -> BaseStorage:
     """Optuna's storage at a database URL (sqlite:///trials.db) or in a journal file.
 
-    A last line that a killed process left half written is cut off, since Optuna would glue the
-    next one to it and fail from then on.
+    Several processes may open one that is not there yet. A last line that a killed process left
+    half written in a journal is cut off, since Optuna would glue the next one to it and fail from
+    then on.
 
     Raises:
         ArgumentError: for a URL that cannot be opened.
@@ -110,10 +112,13 @@ def open_storage(where: str | Path) -> BaseStorage:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return RDBStorage(str(where))
+            return _open_database(str(where))
         except (ImportError, ValueError, SQLAlchemyError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise ArgumentError(f"cannot open the storage {where}: {first_line}") from None
+            why = str(error).partition("\n")[0]
+            if isinstance(error, ImportError) and str(where).startswith("postgresql"):
+                why = 'its driver is not installed: pip install "fagen[postgresql]"'
+            shown = re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", str(where))
+            raise ArgumentError(f"cannot open the storage {shown}: {why}") from None
     path = Path(where).expanduser().absolute()
     lock = _KernelLock(path)
     try:
@@ -126,6 +131,27 @@ def open_storage(where: str | Path) -> BaseStorage:
         raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
+
+
+def close_storage(storage: BaseStorage) -> None:
+    """Closes a database's connections."""
+    if isinstance(storage, RDBStorage):
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def _open_database(url: str) -> RDBStorage:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    deadline = time.monotonic() + TABLES_SECONDS
+    while True:
+        try:
+            return RDBStorage(url)
+        except SQLAlchemyError as error:
+            makes_tables_too = "already exists" in str(error) or "duplicate key" in str(error)
+            if not makes_tables_too or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _require_journal(path: Path) -> None:
@@ -450,7 +476,9 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
                 f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
             )
         chosen |= found
-    return [_read_study(name, storage) for name in names if name in chosen]
+    studies = [_read_study(name, storage) for name in names if name in chosen]
+    close_storage(storage)
+    return studies
 
 
 def _read_study(name: str, storage: BaseStorage) -> KeptStudy:

@@ -1,0 +1,187 @@
+"""Kept studies that several processes search at once, on a recorded table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import postgres
+import pytest
+from recorded import Known, known, legal_set, search_recorded
+
+from fagen import studies
+from fagen.errors import ArgumentError, StoreError
+from fagen.outcome import Measured
+from fagen.search import Study
+from fagen.studies import open_storage, read_studies
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[str]:
+    if reason := postgres.why_no_server():
+        pytest.skip(reason)
+    with postgres.server() as url:
+        yield url
+
+
+@pytest.fixture(params=["journal", "postgresql"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Each kind of storage that several processes should write."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("database"))
+    return str(tmp_path / "trials.journal")
+
+
+def start(storage: str, log: Path, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            Path(__file__).with_name("recorded.py"),
+            storage,
+            log,
+            json.dumps(options),
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> list[Known]:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return [({(c, o) for c, o in outcomes}, best) for outcomes, best in json.loads(output)]
+
+
+def evaluations(log: Path) -> Counter[str]:
+    return Counter(log.read_text().splitlines()) if log.exists() else Counter()
+
+
+def wait_for(log: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while evaluations(log).total() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """What one process finds that searches the table to its end."""
+    folder = tmp_path_factory.mktemp("alone")
+    (study,) = search_recorded(str(folder / "trials.journal"), folder / "log")
+    assert len(study.tried) == len(legal_set())
+    return known(study)
+
+
+def test_four_processes_find_what_one_does_and_evaluate_nothing_twice(
+    storage: str, tmp_path: Path, alone: Known
+) -> None:
+    log = tmp_path / "log"
+    processes = [start(storage, log, seconds=0.01) for _ in range(4)]
+    for process in processes:
+        assert finish(process) == [alone]
+    assert set(evaluations(log).values()) == {1}
+    assert evaluations(log).total() == len(legal_set())
+    (kept,) = read_studies(storage)
+    assert {(str(tried.config), str(tried.outcome)) for tried in kept.tried} == alone[0]
+    assert kept.unreadable == 0
+
+
+def test_studies_side_by_side_share_one_evaluation(tmp_path: Path, alone: Known) -> None:
+    """Processes that ask on behalf of different studies do not both take a config."""
+    storage, log = str(tmp_path / "trials.journal"), tmp_path / "log"
+    processes = [start(storage, log, seconds=0.005, studies=2) for _ in range(3)]
+    for process in processes:
+        assert finish(process) == [alone, alone]
+    assert set(evaluations(log).values()) == {1}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_a_killed_process_had_claimed_is_taken_over(
+    tmp_path: Path, alone: Known, joined: bool
+) -> None:
+    """By one that searches at that time, and by one that comes later."""
+    storage, log = str(tmp_path / "trials.journal"), tmp_path / "log"
+    victim = start(storage, log, seconds=0.1)
+    wait_for(log, 5)
+    survivor = start(storage, log, seconds=0.01) if joined else None
+    if joined:
+        wait_for(log, 30)
+    victim.kill()
+    victim.communicate()
+    if not joined:
+        (kept,) = read_studies(storage)
+        assert kept.unreadable == 0
+        assert {(str(t.config), str(t.outcome)) for t in kept.tried} < alone[0]
+    assert finish(survivor or start(storage, log)) == [alone]
+    twice = [config for config, count in evaluations(log).items() if count > 1]
+    assert len(twice) <= 1  # the one in flight
+    assert len(evaluations(log)) == len(legal_set())
+
+
+def test_a_claim_of_another_host_ends_with_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join() -> Study:
+        return Study("few", legal_set(), sampler="brute-force", storage=opened, resume=True)
+
+    opened = open_storage(tmp_path / "trials.journal")
+    with monkeypatch.context() as patch:
+        patch.setattr(studies, "_machine", lambda: "another")
+        far = join()
+        config = far.ask()
+        assert config is not None
+        assert far.hold(config)
+        patch.undo()
+        near = join()
+        row = near.legal.find(config.axes())
+        assert near.read() == {row}
+        assert not near.hold(config)
+        patch.setattr(studies, "CLAIM_SECONDS", 0.0)
+        assert near.read() == set()
+        assert near.hold(config)
+    far.tell(config, Measured(time_us=1.0))  # too late: the trial is another's now
+    near.claim(config)
+    near.tell(config, Measured(time_us=2.0))
+    assert [tried.time_us for tried in join().tried] == [2.0]
+
+
+def test_a_line_that_a_killed_process_tore_harms_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "trials.journal"
+    study = Study("torn", legal_set(), storage=open_storage(path))
+    for torn in (b"", b'{"op_code":4,"study_id":0,"datetime_st', b"{"):
+        with path.open("ab") as file:
+            file.write(torn)
+        config = study.ask()
+        assert config is not None
+        assert study.hold(config)
+        study.tell(config, Measured(time_us=1.0))
+    again = Study("torn", legal_set(), storage=open_storage(path), resume=True)
+    assert [tried.config for tried in again.tried] == [tried.config for tried in study.tried]
+
+
+@pytest.mark.parametrize("text", ["not json", "a", "{}", "{}\n", "not json\nnor this"])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"notes\.txt is no journal"):
+        open_storage(path)
+    assert path.read_text() == text
+
+
+def test_a_database_that_cannot_be_opened_is_one_line_without_the_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)  # as if it were not installed
+    with pytest.raises(ArgumentError, match=r'pip install "fagen\[postgresql\]"') as caught:
+        open_storage("postgresql+psycopg://me:secret@localhost:1/db")
+    assert "me:***@localhost" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
