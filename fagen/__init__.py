@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MissingDependencyError,
         StoreError,
         UnsupportedError,
+        WriteError,
     )
     from fagen.problem import Problem, Shape
     from fagen.recorder import record
@@ -47,6 +48,7 @@ __all__ = [
     "Sm90Forward",
     "StoreError",
     "UnsupportedError",
+    "WriteError",
     "__version__",
     "attention",
     "explain",
@@ -69,6 +71,7 @@ _HOMES = {
         "MissingDependencyError",
         "StoreError",
         "UnsupportedError",
+        "WriteError",
     ),
     "problem": ("Problem", "Shape"),
     "recorder": ("record",),

@@ -1,7 +1,7 @@
 """The command line: a thin skin, where each command calls a room.
 
 Rooms are imported inside the commands, so that `fagen --help` is quick. Every `FagenError` and
-every usage error becomes one line on stderr and exit code 2.
+every usage error becomes one line on stderr and exit code 2 (1 for a full disk and its like).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fagen.errors import ArgumentError, DeviceError, FagenError
+from fagen.errors import ArgumentError, DeviceError, FagenError, WriteError
 
 if TYPE_CHECKING:
     from fagen.check import Report
@@ -837,7 +837,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(args=words or ["--help"], obj=words, prog_name="fagen", standalone_mode=False)
         sys.stdout.flush()
     except FagenError as error:
-        return _complain(str(error))
+        code = _complain(str(error))
+        return 1 if isinstance(error, WriteError) else code
     except _UsageError as error:
         where = error.ctx.command_path if getattr(error, "ctx", None) else "fagen"
         return _complain(f"{error.format_message()} (`{where} --help` shows what is allowed)")

@@ -8,13 +8,14 @@
     ├── ConfigError          a config that is illegal for its problem and device
     ├── CompileError         NVRTC refused a kernel; .log holds what it said
     ├── CacheError           the cache folder cannot be trusted or written
-    ├── StoreError           a tuned_configs YAML file that cannot be read or written
+    ├── StoreError           a tuned_configs YAML file or a study that cannot be read or written
+    │   └── WriteError       one that could, if the disk were not full or the database not gone
     ├── DeviceError          no usable GPU, or the driver reported a failure
     │   └── CudaError        a CUDA driver call failed; .code is its number
     └── MissingDependencyError  a package that this call needs is not installed
 
 Each message says what is wrong, what is allowed, and what to do next. The command line turns
-each into one line and exit code 2.
+each into one line and exit code 2, or 1 for a WriteError, where the words were right.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ class CacheError(FagenError):
 
 
 class StoreError(FagenError):
-    """A file of tuned configs cannot be read or written."""
+    """A file of tuned configs, or a study, cannot be read or written."""
+
+
+class WriteError(StoreError):
+    """The machine refused to write: what was there before is whole, and a later try may succeed."""
 
 
 class DeviceError(FagenError):

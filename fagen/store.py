@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fagen.config import TEMPLATES, Config, one_line
 from fagen.device import ARCHITECTURES, Device
-from fagen.errors import StoreError
+from fagen.errors import StoreError, WriteError
 from fagen.packaged import packaged_folder
 from fagen.problem import Bucket, Problem, Shape
 
@@ -431,7 +431,7 @@ def locked(path: str | Path) -> Iterator[Path]:
             yield path
     except OSError as error:
         why = (error.strerror or str(error)).rstrip(".")
-        raise StoreError(
+        raise WriteError(
             f"cannot write {path}: {why}. The file is as it was; free the disk or name another one"
         ) from None
 

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from fagen.config import TEMPLATES, AnyConfig, parse_config
 from fagen.device import Device
-from fagen.errors import ArgumentError, StoreError
+from fagen.errors import ArgumentError, StoreError, WriteError
 from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem, Shape
 
@@ -310,7 +310,7 @@ class Ledger:
 
     def release(self) -> None:
         """Gives up what was claimed and not kept."""
-        with suppress(StoreError), self._writing():  # else others do, when this process has ended
+        with suppress(WriteError), self._writing():  # else others do, when this process has ended
             for trial_id in self._mine.values():
                 self._give_up(trial_id)
         self._mine.clear()
@@ -358,14 +358,14 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What the storage raises becomes a StoreError in one line."""
+        """What the storage raises becomes a WriteError in one line."""
         try:
             yield
         except (OSError, StorageInternalError) as error:
             storage = self._storage
             where = storage.path if isinstance(storage, _JournalStorage) else "the database"
             why = getattr(error, "strerror", None) or str(error.__cause__ or error)
-            raise StoreError(
+            raise WriteError(
                 f"cannot keep trials in {where}: {' '.join(why.split())}. Those before are kept: "
                 "mend it, as by freeing the disk, and go on with --resume"
             ) from None
