@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fagen.api import Explanation, Kernel, attention, explain, load
+    from fagen.api import Explanation, Kernel, attention, explain, load, tune
     from fagen.config import Sm80Forward, Sm90Forward
     from fagen.device import Device
     from fagen.errors import (
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
         UnsupportedError,
         WriteError,
     )
+    from fagen.events import Notice, PhaseChanged, RecordSaved, TaskDone, TaskStarted, TrialDone
     from fagen.problem import Problem, Shape
     from fagen.recorder import record
+    from fagen.tasks import Task
+    from fagen.tuner import TuneResult
 
 __all__ = [
     "ArgumentError",
@@ -42,11 +45,19 @@ __all__ = [
     "FagenError",
     "Kernel",
     "MissingDependencyError",
+    "Notice",
+    "PhaseChanged",
     "Problem",
+    "RecordSaved",
     "Shape",
     "Sm80Forward",
     "Sm90Forward",
     "StoreError",
+    "Task",
+    "TaskDone",
+    "TaskStarted",
+    "TrialDone",
+    "TuneResult",
     "UnsupportedError",
     "WriteError",
     "__version__",
@@ -54,10 +65,11 @@ __all__ = [
     "explain",
     "load",
     "record",
+    "tune",
 ]
 
 _HOMES = {
-    "api": ("Explanation", "Kernel", "attention", "explain", "load"),
+    "api": ("Explanation", "Kernel", "attention", "explain", "load", "tune"),
     "config": ("Sm80Forward", "Sm90Forward"),
     "device": ("Device",),
     "errors": (
@@ -73,8 +85,11 @@ _HOMES = {
         "UnsupportedError",
         "WriteError",
     ),
+    "events": ("Notice", "PhaseChanged", "RecordSaved", "TaskDone", "TaskStarted", "TrialDone"),
     "problem": ("Problem", "Shape"),
     "recorder": ("record",),
+    "tasks": ("Task",),
+    "tuner": ("TuneResult",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

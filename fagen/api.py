@@ -1,4 +1,4 @@
-"""attention, load and explain: what `import fagen` offers at run time.
+"""attention, load, explain and tune: what `import fagen` offers.
 
 A repeated call costs about 10 us of Python and driver arguments, then the driver's launch: each
 thread remembers a `Plan` for each geometry (shapes, strides, dtype, device) that it has met, and
@@ -9,21 +9,25 @@ same kernel; a new bucket asks `dispatch`, and may compile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fagen import arrays, driver, recorder
 from fagen.arrays import Framework, Geometry, Layout, framework_of
 from fagen.compile import Resources, compile_kernel
 from fagen.config import AnyConfig, as_argument_error, parse_config
-from fagen.device import Architecture, Device
+from fagen.device import Architecture, Device, architecture
 from fagen.dispatch import Choice, choose
 from fagen.errors import ArgumentError
 from fagen.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
-from fagen.problem import Bucket, Problem, Shape
+from fagen.problem import Bucket, Dtype, Problem, Shape
 from fagen.render import kernel_name
+
+if TYPE_CHECKING:
+    from fagen.tasks import Task
+    from fagen.tuner import TuneResult
 
 _thread = threading.local()  # .plans: this thread's cache of _plan
 _kernels: dict[tuple[Problem, AnyConfig, str], LoadedKernel] = {}
@@ -70,6 +74,60 @@ def attention(
     """
     fixed = None if config is None else _parsed(config)
     return _attend(q, k, v, causal, softmax_scale, return_lse, layout, out, fixed)
+
+
+def tune(
+    tasks: Sequence[Task] | None = None,
+    *,
+    dtype: Dtype | Sequence[Dtype] | None = None,
+    head_dim: int | Sequence[int] | None = None,
+    causal: bool | Sequence[bool] | None = None,
+    seqlen: int | Sequence[int] | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    arch: str | Architecture | None = None,
+    **options: Any,
+) -> TuneResult:
+    """Searches the fastest config of each problem, verifies it, times it and saves it.
+
+    What `fagen tune` does. It starts processes, which import the script that calls it: guard the
+    call with `if __name__ == "__main__":`.
+
+    Args:
+        tasks: problems and their shapes, as of `fagen.tasks`; if None, those that the next
+            arguments name.
+        dtype, head_dim, causal, seqlen: one value or several; what is None is the standard list.
+        batch, heads, kv_heads: those of `fagen.problem.standard_shape` if None.
+        arch: such as "sm90"; that of the device if None.
+        options: further arguments of `fagen.tuner.tune`: trials, budget_s, storage, resume, out.
+            `on_event` is called with each `TaskStarted`, `TrialDone`, ...; where it raises
+            KeyboardInterrupt over a `TrialDone`, the search ends as after Ctrl-C: the best so far
+            is saved.
+
+    Raises:
+        ArgumentError: for a value that is not allowed.
+        DeviceError: without a device, if `arch` is None: what is tuned for is not known.
+    """
+    from fagen import tuner
+    from fagen.tasks import standard_tasks
+
+    named = {"dtypes": dtype, "head_dims": head_dim, "causal": causal, "seqlens": seqlen}
+    chosen: dict[str, Any] = {
+        name: [value] if isinstance(value, str | int) else list(value)
+        for name, value in named.items()
+        if value is not None
+    }
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    chosen |= {name: size for name, size in sizes.items() if size is not None}
+    if tasks is None:
+        with as_argument_error():
+            tasks = standard_tasks(**chosen)
+    elif chosen:
+        raise ArgumentError("give tasks, or what names them (dtype, head_dim, ...), not both")
+    if isinstance(arch, str):
+        arch = architecture(arch)
+    return tuner.tune(tasks, arch=arch, **options)
 
 
 class Kernel:

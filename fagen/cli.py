@@ -305,7 +305,7 @@ def tune(
 
     from fagen import tuner as room
     from fagen.config import TEMPLATES
-    from fagen.progress import TuneProgress, span
+    from fagen.progress import TuneProgress, describe_gain, span
     from fagen.search import SAMPLERS
     from fagen.tasks import tasks_from
 
@@ -347,6 +347,8 @@ def tune(
         print(f"saved in {result.path}")
     if result.storage:
         print(f"trials kept in {result.storage}")
+    if result.measured and (gain := describe_gain(result.records)):
+        print(f"{_counted(len(result.records), 'kernel')}: {gain}")
     if result.interrupted:
         words = [word for word in ctx.obj or ("tune",) if word != "--resume"]
         words += ["--resume"] if result.measured else []  # a prediction keeps no trials

@@ -26,7 +26,9 @@ class TaskStarted:
     """A problem is next: the `number`-th of `total`.
 
     Attributes:
-        configs: size of its legal set.
+        points: size of the template's space.
+        removed: how many of them each rule of space.py removes, by the rule's name.
+        configs: how many are left: the legal set.
         resumed: configs that earlier runs have tried, per shape.
     """
 
@@ -35,6 +37,8 @@ class TaskStarted:
     total: int
     template: str
     device: Device
+    points: int
+    removed: Mapping[str, int]
     configs: int
     resumed: int
 
@@ -82,5 +86,18 @@ class RecordSaved:
     path: Path
 
 
-Event = Notice | TaskStarted | PhaseChanged | TrialDone | RecordSaved
+@dataclass(frozen=True)
+class TaskDone:
+    """A problem is answered.
+
+    Attributes:
+        seconds: what it took, by phase: "enumerate" (the legal set and its seeds), "compile wait",
+            "gpu" (verifying and timing candidates), "finals".
+    """
+
+    problem: Problem
+    seconds: Mapping[str, float]
+
+
+Event = Notice | TaskStarted | PhaseChanged | TrialDone | RecordSaved | TaskDone
 OnEvent = Callable[[Event], None]

@@ -43,7 +43,17 @@ class Prediction:
                 template = self.template or default_config(task.problem, self.device).template
                 legal = LegalSet(task.problem, self.device, template, fixed=self.fixed)
                 self.on_event(
-                    TaskStarted(task, number, len(tasks), template, self.device, len(legal), 0)
+                    TaskStarted(
+                        task,
+                        number,
+                        len(tasks),
+                        template,
+                        self.device,
+                        legal.points,
+                        legal.removed,
+                        len(legal),
+                        resumed=0,
+                    )
                 )
                 for shape in task.shapes:
                     record = self._predict(legal, shape)

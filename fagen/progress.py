@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from fagen.events import Event, Notice, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.events import (
+    Event,
+    Notice,
+    PhaseChanged,
+    RecordSaved,
+    TaskDone,
+    TaskStarted,
+    TrialDone,
+)
 from fagen.outcome import Measured, Tried
 from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from fagen.store import Record
 
 LINE_EVERY = 25  # trials, where no bar can be drawn
 
@@ -35,6 +47,25 @@ def describe_rejections(rejections: Mapping[str, int]) -> str:
     """How many fell at each hurdle; empty if none did."""
     counts = ", ".join(f"{count} {kind}" for kind, count in rejections.items() if count)
     return f"; rejected: {counts}" if counts else ""
+
+
+def describe_space(event: TaskStarted) -> str:
+    """The size of the space before and after its rules, and what each of them removes."""
+    removed = sorted(event.removed.items(), key=lambda item: -item[1])
+    rules = ", ".join(f"{rule} {count:,}" for rule, count in removed)
+    return f"{event.points:,} configs of {event.template}, {event.configs:,} of them legal" + (
+        f"; removed by rule: {rules}" if rules else ""
+    )
+
+
+def describe_gain(records: Sequence[Record]) -> str | None:
+    """How much faster the records are than the defaults and than torch, as geometric means."""
+    gains = []
+    for name, field in (("the default", "speedup_over_default"), ("torch", "speedup_over_torch")):
+        ratios = [ratio for record in records if (ratio := getattr(record.result, field))]
+        if ratios:
+            gains.append(f"{geometric_mean(ratios):.2f}x as fast as {name}")
+    return " and ".join(gains) or None
 
 
 class TuneProgress:
@@ -66,6 +97,7 @@ class TuneProgress:
         )
         self._task = self._bar.add_task("starting", total=None, best="")
         self._done: dict[Shape, int] = {}  # of the problem that is tuned now
+        self._started = (0.0, 0)  # when it began, and how many trials were done then
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -95,10 +127,14 @@ class TuneProgress:
             case RecordSaved(record=record):
                 result = record.result
                 self._bar.advance(self._task)
+                gain = describe_gain([record])
                 self._say(
                     f"{record.problem}, {record.shape}: {result.kind} {result.median_us:.1f} us, "
-                    f"{result.tflops:.0f} TFLOP/s: {record.config}"
+                    f"{result.tflops:.0f} TFLOP/s{f', {gain}' if gain else ''}: {record.config}"
                 )
+            case TaskDone():
+                parts = ", ".join(f"{name} {span(s)}" for name, s in event.seconds.items())
+                self._plain(f"{event.problem}: {parts}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -110,12 +146,13 @@ class TuneProgress:
 
     def _start(self, event: TaskStarted) -> None:
         self._done = {}
+        self._started = (time.monotonic(), event.resumed)
         name = f"[{event.number}/{event.total}] {event.task.problem}"
-        known = f", {event.resumed} known from before" if event.resumed else ""
+        known = f"; {event.resumed} known from before" if event.resumed else ""
         self._bar.reset(
             self._task, total=None, description=name.replace("[", r"\["), best=f"{event.template}"
         )
-        self._plain(f"{name}: {event.configs:,} configs of {event.template}{known}")
+        self._say(f"{name}: {describe_space(event)}{known}")
 
     def _trial(self, event: TrialDone) -> None:
         self._done[event.shape] = event.done
@@ -130,6 +167,14 @@ class TuneProgress:
         if event.is_best or event.done % LINE_EVERY == 0:
             mark = "best" if event.is_best else "still"
             self._plain(
-                f"{event.problem} seqlen {event.shape.seqlen_k}, {event.done} of {event.trials}: "
-                f"{mark} {best}{rejected}"
+                f"{event.problem} seqlen {event.shape.seqlen_k}, {event.done} of {event.trials}"
+                f"{self._remaining(event)}: {mark} {best}{rejected}"
             )
+
+    def _remaining(self, event: TrialDone) -> str:
+        start, done_before = self._started
+        done = event.done - done_before
+        if done < LINE_EVERY:
+            return ""
+        left = (time.monotonic() - start) * (event.trials - event.done) / done
+        return f", about {span(left)} left"

@@ -13,6 +13,7 @@ value, so that the sampler learns to stay away. The kept one (`studies`) gets ea
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 from collections import Counter
@@ -52,6 +53,8 @@ class LegalSet:
     Attributes:
         problem, device, template: what it is the set of.
         axes: the values of each axis.
+        points: how many configs they span.
+        removed: how many of these each rule removes, by the rule's name.
         positions: (configs, axes) int8, each config as its place on each axis.
     """
 
@@ -76,9 +79,13 @@ class LegalSet:
             (axis, {value: place for place, value in enumerate(values)})
             for axis, values in self.axes.items()
         ]
+        self.points = math.prod(map(len, self.axes.values()))
+        self.removed: Counter[str] = Counter()
         rows = [
             [place[getattr(config, axis)] for axis, place in places]
-            for config in space.legal_configs(template, problem, device, fixed=fixed)
+            for config in space.legal_configs(
+                template, problem, device, fixed=fixed, rejections=self.removed
+            )
         ]
         positions = np.array(rows, dtype=np.int8).reshape(len(rows), len(self.axes))
         sizes = [len(values) for values in self.axes.values()]

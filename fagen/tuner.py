@@ -21,7 +21,15 @@ from fagen.compile import Compiled
 from fagen.config import AnyConfig, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
-from fagen.events import Notice, OnEvent, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.events import (
+    Notice,
+    OnEvent,
+    PhaseChanged,
+    RecordSaved,
+    TaskDone,
+    TaskStarted,
+    TrialDone,
+)
 from fagen.finals import crown
 from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.prediction import Prediction
@@ -30,7 +38,7 @@ from fagen.published import published_configs
 from fagen.search import LegalSet, Results, Study, search
 from fagen.space import default_config, why_illegal
 from fagen.store import Record, check_can_save, digest, save_records, user_overlay_path
-from fagen.studies import default_storage, open_storage, study_name
+from fagen.studies import close_storage, default_storage, open_storage, study_name
 from fagen.tasks import Task
 from fagen.worker import DeviceReport, Worker
 
@@ -142,6 +150,7 @@ def tune(
                 tuple(records), path, device, measured=False, interrupted=not finished
             )
         where = storage if storage is not None else default_storage(device)
+        kept = open_storage(where)
         tuning = _Tuning(
             worker=running,
             report=report,
@@ -150,14 +159,17 @@ def tune(
             trials=trials,
             sampler=sampler,
             seed=seed,
-            storage=open_storage(where),
+            storage=kept,
             resume=resume,
             out=path,
             processes=processes,
             on_event=on_event,
             guard=Guard(running, Blocklist(blocklist_path(where, device), device.key), on_event),
         )
-        records, studies, finished = tuning.run(tasks, budget_s)
+        try:
+            records, studies, finished = tuning.run(tasks, budget_s)
+        finally:
+            close_storage(kept)
     return TuneResult(
         records=tuple(records),
         path=path,
@@ -186,6 +198,10 @@ def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
                 "and each problem gets the one that fits"
             )
         for shape in task.shapes:
+            if shape.flops(task.problem) == 0:
+                raise ArgumentError(
+                    f"{task.problem}, {shape}: nothing to compute: name lengths > 0"
+                )
             size = shape.bytes(task.problem)
             if size > MAX_SHAPE_BYTES:
                 raise UnsupportedError(
@@ -249,12 +265,14 @@ class _Tuning:
             share = None
             if deadline is not None:
                 share = max(deadline - time.monotonic(), 0.0) / (len(tasks) - number)
+            start = time.monotonic()
             legal, studies = self._open(task, number, len(tasks))
             names += [study.name for study in studies]
             self.on_event(PhaseChanged(task.problem, "search"))
-            start, busy_s = time.monotonic(), self.worker.busy_s
+            opened, busy_s = time.monotonic(), self.worker.busy_s
             finished = self._search(task, studies, share)
-            busy = (self.worker.busy_s - busy_s) / max(time.monotonic() - start, 1e-9)
+            searched, busy_s = time.monotonic(), self.worker.busy_s - busy_s
+            busy = busy_s / max(searched - opened, 1e-9)
             self.on_event(PhaseChanged(task.problem, "finish", gpu_busy=busy))
             found = [
                 record
@@ -264,6 +282,13 @@ class _Tuning:
             save_records(self.out, found)
             for record in found:
                 self.on_event(RecordSaved(record, self.out))
+            seconds = {
+                "enumerate": opened - start,
+                "compile wait": searched - opened - busy_s,
+                "gpu": busy_s,
+                "finals": time.monotonic() - searched,
+            }
+            self.on_event(TaskDone(task.problem, seconds))
             records += found
             if not finished:
                 return records, names, False
@@ -293,7 +318,19 @@ class _Tuning:
             for index, shape in enumerate(task.shapes)
         ]
         resumed = max(study.resumed for study in studies)
-        self.on_event(TaskStarted(task, number + 1, total, template, device, len(legal), resumed))
+        self.on_event(
+            TaskStarted(
+                task,
+                number + 1,
+                total,
+                template,
+                device,
+                legal.points,
+                legal.removed,
+                len(legal),
+                resumed,
+            )
+        )
         return legal, studies
 
     def _search(self, task: Task, studies: list[Study], budget_s: float | None) -> bool:

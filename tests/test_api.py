@@ -56,6 +56,56 @@ def test_the_run_time_path_loads_no_template_engine_and_no_search() -> None:
     assert not {"optuna", "torch", "jinja2", "cupy", "typer", "rich"} & set(done.stdout.split())
 
 
+# ---- tuning ----
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each call of `fagen.tuner.tune`, which does nothing."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "fagen.tuner.tune", lambda tasks, **options: calls.append({"tasks": tasks} | options)
+    )
+    return calls
+
+
+def test_tune_takes_what_the_command_line_does(tuned: list[dict[str, Any]]) -> None:
+    fagen.tune(dtype="bf16", head_dim=64, causal=True, seqlen=(512, 4096), arch="sm90", trials=9)
+    fagen.tune(head_dim=(64, 96), heads=8, on_event=print)
+    fagen.tune([fagen.Task(fagen.Problem(dtype="fp16", head_dim=8), ())])
+    one, many, given = (call["tasks"] for call in tuned)
+    assert [str(task.problem) for task in one] == ["forward_bf16_d64_causal"]
+    assert [shape.seqlen_q for shape in one[0].shapes] == [512, 4096]
+    assert (tuned[0]["arch"].name, tuned[0]["trials"]) == ("sm90", 9)
+    assert {(t.problem.dtype, t.problem.head_dim, t.problem.causal) for t in many} == {
+        (dtype, head_dim, causal)
+        for dtype in ("fp16", "bf16")
+        for head_dim in (64, 96)
+        for causal in (True, False)
+    }
+    assert {shape.heads_q for task in many for shape in task.shapes} == {8}
+    assert tuned[1]["on_event"] is print
+    assert given[0].problem.head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dtype": "fp8"}, "dtype"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"seqlen": -1}, "seqlen"),
+        ({"tasks": [], "dtype": "bf16"}, "not both"),
+        ({"arch": "volta"}, "sm90"),
+    ],
+)
+def test_tune_refuses_what_is_not_allowed(
+    tuned: list[dict[str, Any]], arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        fagen.tune(**arguments)
+    assert not tuned
+
+
 # ---- on a fake driver ----
 
 Q, K = (2, 300, 8, 128), (2, 500, 2, 128)

@@ -21,8 +21,16 @@ from typer.main import get_command
 from fagen import __version__, cli, driver
 from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
-from fagen.errors import DeviceError
-from fagen.events import Notice, OnEvent, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.errors import DeviceError, WriteError
+from fagen.events import (
+    Notice,
+    OnEvent,
+    PhaseChanged,
+    RecordSaved,
+    TaskDone,
+    TaskStarted,
+    TrialDone,
+)
 from fagen.outcome import Measured, Tried
 from fagen.problem import Problem, Shape
 from fagen.recheck import Rechecked
@@ -382,14 +390,22 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
         shape, device = task.shapes[0], typical_device(options["arch"])
         slow, fast = (_found(default_config(task.problem, device), us) for us in (200.0, 100.0))
         on_event(Notice("A notice [with brackets]."))
-        on_event(TaskStarted(task, 1, 1, "forward_sm90", device, 1234, 7))
+        removed = {"turns": 66, "smem": 8700}
+        on_event(TaskStarted(task, 1, 1, "forward_sm90", device, 10_000, removed, 1234, 7))
         for done, tried in enumerate((slow, fast), 1):
             on_event(TrialDone(task.problem, shape, tried, tried, True, done, 50, {"wrong": 3}))
         on_event(PhaseChanged(task.problem, "finish", gpu_busy=0.634))
         record = some_record(
-            task.problem, fast.config, card=Card.of(device), median_us=100.0, tflops=123.0
+            task.problem,
+            fast.config,
+            card=Card.of(device),
+            median_us=100.0,
+            tflops=123.0,
+            speedup_over_default=1.5,
+            speedup_over_torch=2.0,
         )
         on_event(RecordSaved(record, tmp_path / "own.yaml"))
+        on_event(TaskDone(task.problem, {"enumerate": 2.0, "gpu": 240.0}))
         return TuneResult(
             records=(record,),
             path=tmp_path / "own.yaml",
@@ -419,12 +435,14 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
     for said in (
         "1 problem, 1 shape,",
         "A notice [with brackets].",
-        "[1/1] forward_bf16_d64_causal: 1,234 configs of forward_sm90, 7 known from before",
+        "[1/1] forward_bf16_d64_causal: 10,000 configs of forward_sm90, 1,234 of them legal; "
+        "removed by rule: smem 8,700, turns 66; 7 known from before",
         "1 of 50: best 200.0 us",
         "2 of 50: best 100.0 us",
         "rejected: 3 wrong",
         "final comparison; the GPU was busy 63% of the search",
-        "measured 100.0 us, 123 TFLOP/s",
+        "measured 100.0 us, 123 TFLOP/s, 1.50x as fast as the default and 2.00x as fast as torch: ",
+        "enumerate 2 s, gpu 4 min",
     ):
         assert said in err
     (options,) = scripted_tune
@@ -432,6 +450,36 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
     assert options["trials"] == 50
     assert options["storage"] == "x y"
     assert options["resume"] is False
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise WriteError("cannot keep trials in x.journal: No space left on device")
+
+    monkeypatch.setattr("fagen.tuner.tune", full)
+    code, _, err = fagen(*TUNE)
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        "fagen: cannot keep trials in x.journal: No space left on device"
+    )
+
+
+def test_tune_ends_with_what_it_gained(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problem = Problem(dtype="bf16", head_dim=64)
+    config = default_config(problem, H200)
+    records = (
+        some_record(problem, config, speedup_over_default=1.0, speedup_over_torch=3.0),
+        some_record(problem, config, speedup_over_default=4.0),
+    )
+    result = TuneResult(records, tmp_path / "x.yaml", H200, measured=True, storage="x.journal")
+    monkeypatch.setattr("fagen.tuner.tune", lambda *_, **__: result)
+    assert fagen(*TUNE).out.splitlines()[-1] == (
+        "2 kernels: 2.00x as fast as the default and 3.00x as fast as torch"
+    )
 
 
 def test_tune_takes_several_problems(

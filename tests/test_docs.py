@@ -65,6 +65,7 @@ def test_the_python_example_calls_what_exists() -> None:
         "attention",
         "explain",
         "load",
+        "tune",
     }
     for call in calls:
         assert isinstance(call.func, ast.Attribute)

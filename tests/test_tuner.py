@@ -20,7 +20,15 @@ from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture
 from fagen.errors import ArgumentError, CompileError, DeviceError
-from fagen.events import Event, Notice, PhaseChanged, RecordSaved, TaskStarted, TrialDone
+from fagen.events import (
+    Event,
+    Notice,
+    PhaseChanged,
+    RecordSaved,
+    TaskDone,
+    TaskStarted,
+    TrialDone,
+)
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
@@ -138,7 +146,19 @@ def test_tuning_saves_the_fastest_of_each_shape(tmp_path: Path) -> None:
         assert record.provenance.driver == "13.0"
     assert all(default in compared for compared in worker.compared)
     kinds = Counter(type(event).__name__ for event in events)
-    assert kinds == {"TaskStarted": 1, "PhaseChanged": 2, "TrialDone": 80, "RecordSaved": 2}
+    assert kinds == {
+        "TaskStarted": 1,
+        "PhaseChanged": 2,
+        "TrialDone": 80,
+        "RecordSaved": 2,
+        "TaskDone": 1,
+    }
+    started, done = events[0], events[-1]
+    assert isinstance(started, TaskStarted)
+    assert started.points == started.configs + sum(started.removed.values())
+    assert isinstance(done, TaskDone)
+    assert set(done.seconds) == {"enumerate", "compile wait", "gpu", "finals"}
+    assert min(done.seconds.values()) >= 0
     last = [event for event in events if isinstance(event, TrialDone)][-1]
     assert (last.done, last.trials) == (40, 40)
 
@@ -423,6 +443,21 @@ def test_ctrl_c_saves_the_best_so_far_and_resume_goes_on(tmp_path: Path) -> None
     assert [record.result.trials for record in again.records] == [40, 40]
 
 
+def test_a_callback_ends_the_search_and_keeps_the_best(tmp_path: Path) -> None:
+    trials: list[TrialDone] = []
+
+    def enough(event: Event) -> None:
+        if isinstance(event, TrialDone):
+            trials.append(event)
+            if len(trials) == 10:
+                raise KeyboardInterrupt
+
+    result, _ = run(tmp_path, on_event=enough)
+    assert result.interrupted
+    assert [record.result.trials for record in result.records] == [5, 5]
+    assert load_records(result.path).records == result.records
+
+
 def test_records_seed_like_problems_and_are_compared(tmp_path: Path) -> None:
     result, _ = run(tmp_path)
     winners = {record.config for record in result.records}
@@ -546,6 +581,7 @@ def test_saved_records_are_announced_with_their_file(tmp_path: Path) -> None:
     [
         ({"arch": architecture("sm80"), "template": "forward_sm90"}, "allowed are forward_sm80"),
         ({"tasks": standard_tasks(seqlens=[1 << 40])}, "more than any card has"),
+        ({"tasks": standard_tasks(seqlens=[0])}, "nothing to compute"),
         ({"tasks": [NARROW], "template": "forward_sm90"}, "narrow has no legal config of forward"),
     ],
 )
