@@ -94,14 +94,16 @@ def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
         return Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
 
 
-def _integers(text: str, flag: str) -> list[int]:
+def _integers(text: str, flag: str, least: int = 1, example: str = "512,2048,8192") -> list[int]:
     """The numbers of a comma-separated list such as "512,2048"."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ArgumentError(f"{flag} {text!r}: want positive numbers with commas, as 512,2048,8192")
+    if not numbers or min(numbers) < least:
+        raise ArgumentError(
+            f"{flag} {text!r}: want numbers of at least {least} with commas, as {example}"
+        )
     return numbers
 
 
@@ -142,6 +144,19 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
     if wanted is None:
         raise DeviceError("no CUDA device here: name an architecture, as --arch sm90")
     return typical_device(wanted), None
+
+
+def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
+    """The card to tune for, and the numbers of those that are present: "0,1" or "all"."""
+    if chosen is None or chosen == "all":
+        card, number = _device(arch)
+        if number is None or chosen is None:
+            return card, [] if number is None else [number]
+        present = _present_devices()
+        return card, [index for index, other in enumerate(present) if other.key == card.key]
+    numbers = _integers(chosen, "--device", least=0, example="0,1")
+    found = [_device(arch, number) for number in dict.fromkeys(numbers)]
+    return found[0][0], [number for _, number in found if number is not None]
 
 
 def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
@@ -285,7 +300,11 @@ def tune(
         str | None, typer.Option(help="Default: the native one of the architecture.")
     ] = None,
     device: Annotated[
-        int | None, typer.Option(min=0, help="CUDA device number. Default: the first that fits.")
+        str | None,
+        typer.Option(
+            help="CUDA device numbers, as 0 or 0,1, or all: equal cards share the candidates. "
+            "Default: the first that fits."
+        ),
     ] = None,
     storage: Annotated[
         str | None, typer.Option(help="A journal file, or a URL such as sqlite:///trials.db.")
@@ -309,7 +328,7 @@ def tune(
     from fagen.search import SAMPLERS
     from fagen.tasks import tasks_from
 
-    card, present = _device(arch, device)
+    card, numbers = _devices(arch, device)
     if sampler not in SAMPLERS:
         raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
     if template is not None and template not in TEMPLATES:
@@ -320,7 +339,7 @@ def tune(
     else:
         _refuse_problem_flags(ctx)
         tasks = tasks_from(recorded)
-    expected = room.estimate_seconds(tasks, trials, measured=present is not None)
+    expected = room.estimate_seconds(tasks, trials, measured=bool(numbers))
     shapes = sum(len(task.shapes) for task in tasks)
     print(
         f"{_counted(len(tasks), 'problem')}, {_counted(shapes, 'shape')}, {card}: about "
@@ -331,7 +350,7 @@ def tune(
         result = room.tune(
             tasks,
             arch=card.arch,
-            device_index=present or 0,
+            devices=numbers or (0,),
             template=template,
             trials=trials,
             budget_s=budget_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,3 +102,14 @@ class TaskDone:
 
 Event = Notice | TaskStarted | PhaseChanged | TrialDone | RecordSaved | TaskDone
 OnEvent = Callable[[Event], None]
+
+
+def one_at_a_time(on_event: OnEvent) -> OnEvent:
+    """Called by several threads, calls `on_event` from one after the other."""
+    lock = threading.RLock()
+
+    def locked(event: Event) -> None:
+        with lock:
+            on_event(event)
+
+    return locked

@@ -9,7 +9,7 @@ are timed again side by side with the template's default. Without one: the stati
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from fagen.blocklist import Blocklist, Guard, blocklist_path
 from fagen.candidates import compiled_ahead, incumbents, known_configs, model_picks
+from fagen.cards import Cards
 from fagen.compile import Compiled
 from fagen.config import AnyConfig, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
@@ -29,6 +30,7 @@ from fagen.events import (
     TaskDone,
     TaskStarted,
     TrialDone,
+    one_at_a_time,
 )
 from fagen.finals import crown
 from fagen.outcome import Measured, Outcome, Rejected, Tried
@@ -98,7 +100,7 @@ def tune(
     tasks: Sequence[Task],
     *,
     arch: Architecture | None = None,
-    device_index: int = 0,
+    devices: Sequence[int] = (0,),
     template: str | None = None,
     fixed: dict[str, Any] | None = None,
     trials: int = TRIALS,
@@ -110,13 +112,14 @@ def tune(
     out: str | Path | None = None,
     processes: int | None = None,
     on_event: OnEvent = lambda event: None,
-    worker: Worker | None = None,
+    workers: Sequence[Worker] = (),
 ) -> TuneResult:
     """Finds a config for each shape of each task, and saves it.
 
     Args:
-        arch: the architecture to tune for; that of the device if None. Where device
-            `device_index` is another one, or there is none, records are predicted.
+        arch: the architecture to tune for; that of the device if None. Where the first of
+            `devices` is another one, or there is none, records are predicted.
+        devices: the GPUs to measure on, as CUDA counts: equal ones, which share the candidates.
         template: the template to search; the architecture's native one that fits, if None.
         fixed: axes held at one value.
         trials: configs per shape that reach the GPU, those of resumed runs included.
@@ -126,15 +129,17 @@ def tune(
         resume: go on with the studies of an earlier run.
         out: the YAML file to write; the user's overlay if None.
         processes: that compile; one per available CPU but one, if None.
-        worker: that evaluates, instead of one for `device_index`.
+        workers: that evaluate, instead of one for each of `devices`.
 
     Raises:
+        ArgumentError: for devices that differ, and what no trial could answer.
         DeviceError: if there is no device and `arch` is None.
         FagenError: what concerns every candidate (a damaged file, a missing package). A
             candidate that fails is a trial that failed.
     """
-    with worker or Worker(device_index) as running:
-        report = _report(running, arch, on_event)
+    on_event = one_at_a_time(on_event)
+    with Cards(workers or [Worker(index) for index in devices]) as cards:
+        report = _report(cards, arch, on_event)
         if report is not None:
             device = report.device
         else:
@@ -151,8 +156,9 @@ def tune(
             )
         where = storage if storage is not None else default_storage(device)
         kept = open_storage(where)
+        blocklist = Blocklist(blocklist_path(where, device), device.key)
         tuning = _Tuning(
-            worker=running,
+            cards=cards,
             report=report,
             template=template,
             fixed=fixed,
@@ -164,7 +170,7 @@ def tune(
             out=path,
             processes=processes,
             on_event=on_event,
-            guard=Guard(running, Blocklist(blocklist_path(where, device), device.key), on_event),
+            guards={worker: Guard(worker, blocklist, on_event) for worker in cards},
         )
         try:
             records, studies, finished = tuning.run(tasks, budget_s)
@@ -210,10 +216,10 @@ def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
                 )
 
 
-def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> DeviceReport | None:
+def _report(cards: Cards, arch: Architecture | None, on_event: OnEvent) -> DeviceReport | None:
     """The device to measure on, or None where only prediction is left."""
     try:
-        report = worker.describe_device()
+        report = cards.describe()
     except (DeviceError, UnsupportedError) as error:
         if arch is None:
             raise DeviceError(
@@ -223,7 +229,7 @@ def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> Dev
     else:
         if arch is None or arch == report.device.arch:
             return report
-        why = f"GPU {worker.device_index} is {report.device}"
+        why = f"GPU {cards.first.device_index} is {report.device}"
     on_event(
         Notice(
             f"Nothing will be measured: {why}. The configs for {arch.name} are chosen by "
@@ -240,7 +246,7 @@ def _report(worker: Worker, arch: Architecture | None, on_event: OnEvent) -> Dev
 class _Tuning:
     """One run on a device; the fields are the arguments of `tune`."""
 
-    worker: Worker
+    cards: Cards
     report: DeviceReport
     template: str | None
     fixed: dict[str, Any] | None
@@ -252,7 +258,7 @@ class _Tuning:
     out: Path
     processes: int | None
     on_event: OnEvent
-    guard: Guard
+    guards: Mapping[Worker, Guard]
 
     def run(
         self, tasks: Sequence[Task], budget_s: float | None
@@ -269,9 +275,9 @@ class _Tuning:
             legal, studies = self._open(task, number, len(tasks))
             names += [study.name for study in studies]
             self.on_event(PhaseChanged(task.problem, "search"))
-            opened, busy_s = time.monotonic(), self.worker.busy_s
+            opened, busy_s = time.monotonic(), self.cards.busy_s
             finished = self._search(task, studies, share)
-            searched, busy_s = time.monotonic(), self.worker.busy_s - busy_s
+            searched, busy_s = time.monotonic(), self.cards.busy_s - busy_s
             busy = busy_s / max(searched - opened, 1e-9)
             self.on_event(PhaseChanged(task.problem, "finish", gpu_busy=busy))
             found = [
@@ -343,12 +349,20 @@ class _Tuning:
 
         def evaluate(configs: Iterator[AnyConfig]) -> Results:
             jobs = ((task.problem, config, self.report.device.arch) for config in configs)
-            with closing(compiled_ahead(jobs, self.processes)) as answers:
-                for config, compiled in answers:
-                    outcomes = self._judge(task, config, compiled, twins, studies)
-                    for earlier, rejected in self.guard.withdrawn():
-                        yield earlier, [rejected] * len(studies)
-                    yield config, outcomes
+            with (
+                closing(compiled_ahead(jobs, self.processes)) as answers,
+                closing(self.cards.each(answers, judge)) as judged,
+            ):
+                for outcomes in judged:
+                    yield from outcomes
+
+        def judge(
+            worker: Worker, answer: tuple[AnyConfig, Compiled | CompileError]
+        ) -> list[tuple[AnyConfig, Sequence[Outcome]]]:
+            guard = self.guards[worker]
+            outcomes = self._judge(guard, task, *answer, twins, studies)
+            withdrawn = [(config, [why] * len(studies)) for config, why in guard.withdrawn()]
+            return [*withdrawn, (answer[0], outcomes)]
 
         def on_outcome(study: Study, tried: Tried) -> None:
             self.on_event(
@@ -370,6 +384,7 @@ class _Tuning:
 
     def _judge(
         self,
+        guard: Guard,
         task: Task,
         config: AnyConfig,
         compiled: Compiled | CompileError,
@@ -392,7 +407,7 @@ class _Tuning:
             if rejected is None:
                 assert isinstance(compiled, Compiled)
                 give_up_us = LOSER * study.best.time_us if study.best else None
-                outcome = self.guard.evaluate(
+                outcome = guard.evaluate(
                     compiled, task.problem, config, shape, give_up_us=give_up_us
                 )
                 if isinstance(outcome, Measured):
@@ -404,9 +419,10 @@ class _Tuning:
 
     def _crown(self, problem: Problem, shape: Shape, study: Study, template: str) -> Record | None:
         device = self.report.device
+        first = self.cards.first
         return crown(
-            self.worker,
-            self.guard,
+            first,
+            self.guards[first],
             self.report,
             problem,
             [shape],

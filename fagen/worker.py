@@ -99,6 +99,7 @@ class Worker:
         self.deadline_s = deadline_s
         self.busy_s = 0.0
         self._evaluator = evaluator
+        self._interrupted = False
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
 
@@ -120,6 +121,17 @@ class Worker:
             self._process.kill()
             self._process.join(timeout=STOP_SECONDS)
         self._process = self._connection = None
+
+    def interrupt(self) -> None:
+        """Ends what another thread waits for, which gets a KeyboardInterrupt until `resume`."""
+        self._interrupted = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def resume(self) -> None:
+        """Takes requests again."""
+        self._interrupted = False
 
     def describe_device(self) -> DeviceReport:
         """The GPU and its driver.
@@ -198,6 +210,8 @@ class Worker:
             RuntimeError: the worker met another Python error, a fault of fagen; its traceback is
                 on stderr.
         """
+        if self._interrupted:
+            raise KeyboardInterrupt
         if self._process is None or not self._process.is_alive():
             self._start()
         reply, seconds = self._ask(deadline_s, function, *arguments)
@@ -224,6 +238,9 @@ class Worker:
                 raise _Lost(Rejected(kind="hang", reason=reason))
             reply, seconds = self._connection.recv()
         except (EOFError, OSError):
+            if self._interrupted:
+                self.close()
+                raise KeyboardInterrupt from None
             raise self._death() from None
         except KeyboardInterrupt:
             self.close()  # else its answer would be taken for the next one's

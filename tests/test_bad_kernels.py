@@ -79,7 +79,7 @@ def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
         out=folder / "tuned.yaml",
         storage=folder / "trials.journal",
         on_event=events.append,
-        worker=worker,
+        workers=[worker],
     )
     assert not result.interrupted
     (record,) = result.records

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from fagen import __version__, cli, driver
 from fagen.config import AnyConfig
-from fagen.device import architecture, typical_device
+from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.errors import DeviceError, WriteError
 from fagen.events import (
     Notice,
@@ -108,6 +108,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE, "--budget", ""), "90s, 5m or 1h"),
         ((*TUNE[:1], "--arch", ""), "sm80, sm86"),
         ((*TUNE, "--device", "3"), "CUDA device"),
+        ((*TUNE, "--device", "0,x"), "at least 0 with commas"),
         (("tune",), "--arch"),
         ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
         ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),
@@ -480,6 +481,30 @@ def test_tune_ends_with_what_it_gained(
     assert fagen(*TUNE).out.splitlines()[-1] == (
         "2 kernels: 2.00x as fast as the default and 3.00x as fast as torch"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        ((), [0]),
+        (("--device", "2"), [2]),
+        (("--device", "2,0,2"), [2, 0]),
+        (("--device", "all"), [0, 2]),
+        (("--device", "all", "--arch", "sm80"), [1]),
+    ],
+)
+def test_tune_takes_several_cards(
+    fagen: Fagen,
+    monkeypatch: pytest.MonkeyPatch,
+    scripted_tune: list[dict[str, Any]],
+    words: tuple[str, ...],
+    devices: list[int],
+) -> None:
+    cards = [H200, KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"], H200]
+    monkeypatch.setattr(driver, "device_count", lambda: len(cards))
+    monkeypatch.setattr(driver, "query_device", cards.__getitem__)
+    fagen("tune", "--dtype", "bf16", "--head-dim", "64", "--causal", "--seqlen", "512", *words)
+    assert scripted_tune[0]["devices"] == devices
 
 
 def test_tune_takes_several_problems(

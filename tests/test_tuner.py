@@ -113,7 +113,7 @@ def run(
             "out": tmp_path / "tuned.yaml",
             "storage": tmp_path / "trials.journal",
             "on_event": events.append,
-            "worker": worker or FakeWorker(),
+            "workers": [worker or FakeWorker()],
             **options,
         },
     )
@@ -456,6 +456,21 @@ def test_a_callback_ends_the_search_and_keeps_the_best(tmp_path: Path) -> None:
     assert result.interrupted
     assert [record.result.trials for record in result.records] == [5, 5]
     assert load_records(result.path).records == result.records
+
+
+def test_two_cards_find_what_one_does(tmp_path: Path) -> None:
+    few = {"block_n": 64, "stages": 2, "producer_registers": 24, "lazy_rescale": True}
+    options: dict[str, Any] = {"fixed": FIXED | few, "sampler": "brute-force", "trials": 1000}
+    one, _ = run(tmp_path / "one", **options)
+    workers = [FakeWorker(), FakeWorker()]
+    two, _ = run(tmp_path / "two", workers=workers, **options)
+    evaluated = workers[0].evaluated + workers[1].evaluated
+    assert len(evaluated) > 20
+    assert set(evaluated.values()) == {1}
+    assert all(worker.evaluated for worker in workers)
+    assert not workers[1].compared
+    assert [r.config for r in two.records] == [r.config for r in one.records]
+    assert [r.result for r in two.records] == [r.result for r in one.records]
 
 
 def test_records_seed_like_problems_and_are_compared(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Several workers that share the candidates: real processes, on plain functions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alive import is_alive, wait_until_dead
+
+from fagen.cards import Cards
+from fagen.device import KNOWN_DEVICES, Device
+from fagen.errors import ArgumentError, DeviceError
+from fagen.outcome import Measured, Outcome
+from fagen.worker import DeviceReport, Worker
+
+ACT = "bad_evaluators:act"
+
+
+def ask(worker: Worker, what: str) -> Outcome:
+    nothing: Any = None
+    return worker.evaluate(what, nothing, nothing, nothing)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cards() -> Iterator[Cards]:
+    with Cards([Worker(index, evaluator=ACT) for index in range(2)]) as both:
+        yield both
+
+
+def processes(cards: Cards) -> set[int]:
+    """The ids of both workers' processes."""
+    pids = set()
+    together = threading.Barrier(2, timeout=60)
+
+    def judge(worker: Worker, _: int) -> Outcome:
+        together.wait()  # so that each worker gets one
+        return ask(worker, "well")
+
+    for outcome in cards.each(range(2), judge):
+        assert isinstance(outcome, Measured)
+        pids.add(int(outcome.time_us))
+    return pids
+
+
+def test_each_candidate_goes_to_one_of_the_workers(cards: Cards) -> None:
+    assert len(processes(cards)) == 2
+    seen = list(cards.each(iter(range(50)), lambda worker, item: (worker.device_index, item)))
+    assert sorted(item for _, item in seen) == list(range(50))
+
+
+def test_a_slow_candidate_holds_only_its_own_worker(cards: Cards) -> None:
+    slow_may_end = threading.Event()
+
+    def judge(worker: Worker, item: int) -> int:
+        if item == 0:
+            assert slow_may_end.wait(60)
+        return item
+
+    done = []
+    for item in cards.each(range(10), judge):
+        done.append(item)
+        if len(done) == 8:
+            slow_may_end.set()
+    assert set(done[:8]) <= set(range(1, 10))
+    assert sorted(done) == list(range(10))
+
+
+def test_ctrl_c_ends_what_every_worker_does(cards: Cards, tmp_path: Path) -> None:
+    before = processes(cards)
+    files = [tmp_path / "0", tmp_path / "1"]
+
+    def interrupt() -> None:
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(cards.each(files, lambda worker, file: ask(worker, f"hang-deaf {file}")))
+    thread.join()
+    wait_until_dead(*before)
+    assert not processes(cards) & before  # they serve again
+
+
+def test_what_concerns_every_candidate_ends_all(cards: Cards, tmp_path: Path) -> None:
+    before = processes(cards)
+    asked = ["refuse", f"hang-deaf {tmp_path / 'pid'}"]
+    with pytest.raises(DeviceError, match="too little free memory"):
+        list(cards.each(asked, ask))
+    assert len([pid for pid in before if is_alive(pid)]) <= 1
+
+
+def test_the_processes_end_with_the_cards() -> None:
+    with Cards([Worker(index, evaluator=ACT) for index in range(2)]) as both:
+        pids = processes(both)
+    wait_until_dead(*pids)
+
+
+class OfCard(Worker):
+    def __init__(self, device_index: int, device: Device) -> None:
+        super().__init__(device_index)
+        self._device = device
+
+    def describe_device(self) -> DeviceReport:
+        return DeviceReport(device=self._device, driver="13.0")
+
+
+def test_only_equal_cards_tune_together() -> None:
+    a100, h200 = (KNOWN_DEVICES[name] for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H200"))
+    assert Cards([OfCard(0, h200), OfCard(1, h200)]).describe().device == h200
+    with pytest.raises(
+        ArgumentError, match=r"GPU 3 is NVIDIA A100.*, GPU 0 is NVIDIA H200"
+    ) as said:
+        Cards([OfCard(0, h200), OfCard(3, a100)]).describe()
+    assert "\n" not in str(said.value)
