@@ -310,6 +310,14 @@ def tune(
         str | None, typer.Option(help="A journal file, or a URL such as sqlite:///trials.db.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with what an earlier run tried.")] = False,
+    compile_only: Annotated[
+        bool,
+        typer.Option(
+            "--compile-only",
+            help="On a host without a card: compile for those that --resume the same --storage, "
+            "into a FAGEN_CACHE that they share.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="The YAML file to write. Default: your own records.", metavar="FILE"),
@@ -324,11 +332,18 @@ def tune(
 
     from fagen import tuner as room
     from fagen.config import TEMPLATES
+    from fagen.device import architecture, typical_device
     from fagen.progress import TuneProgress, describe_gain, span
     from fagen.search import SAMPLERS
     from fagen.tasks import tasks_from
 
-    card, numbers = _devices(arch, device)
+    if not compile_only:
+        card, numbers = _devices(arch, device)
+    elif arch is not None and storage is not None and resume:
+        card = typical_device(architecture(arch))
+        numbers = []
+    else:
+        raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
     if sampler not in SAMPLERS:
         raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
     if template is not None and template not in TEMPLATES:
@@ -358,6 +373,7 @@ def tune(
             seed=seed,
             storage=storage,
             resume=resume,
+            compile_only=compile_only,
             out=out,
             on_event=progress,
         )

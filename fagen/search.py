@@ -17,7 +17,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
@@ -40,6 +40,7 @@ from fagen.studies import Ledger
 SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
 NEEDED = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}  # packages, which Optuna imports late
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
+OFFERS_AHEAD = 64  # configs that are compiled and not measured yet; the sampler learns from those
 WAIT_SECONDS = 0.05  # between looks at what other processes still evaluate
 PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
 
@@ -147,6 +148,8 @@ class Study:
         seeds: configs to try first, the most promising one first.
         storage: of `open_storage`, or None to keep nothing.
         resume: go on with the kept study of that name. Without it, a new one gets a number.
+        measures: whether this process can measure. One that cannot offers what it has compiled,
+            and what was offered it leaves to the others, who take it first.
         about: JSON values that are kept beside the trials, for those who read them.
 
     Attributes:
@@ -166,13 +169,16 @@ class Study:
         seeds: Sequence[AnyConfig] = (),
         storage: BaseStorage | None = None,
         resume: bool = False,
+        measures: bool = True,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.legal = legal
+        self._measures = measures
         self.tried: list[Tried] = []
         self._taken = np.zeros(len(legal), dtype=bool)
         self._pending: dict[int, Trial] = {}  # row -> Optuna's running trial
         self._elsewhere: set[int] = set()  # rows that other processes evaluate
+        self._offered: set[int] = set()  # rows that are compiled already
         self._distributions: dict[str, BaseDistribution] = {
             axis: CategoricalDistribution(values) for axis, values in legal.axes.items()
         }
@@ -220,6 +226,11 @@ class Study:
         return bool(self._elsewhere)
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether enough is compiled for those that measure."""
+        return not self._measures and len(self._elsewhere) >= OFFERS_AHEAD
+
+    @property
     def asked(self) -> int:
         """How many configs were asked for or claimed, those of other runs included."""
         return int(self._taken.sum())
@@ -247,6 +258,8 @@ class Study:
             row = self._seeds.pop(0)
             if not self._taken[row]:
                 return self._claim(row, self._propose(row))
+        if offered := [row for row in self._offered if not self._taken[row]]:
+            return self._claim(offered[0], self._propose(offered[0]))
         if self._order is not None:
             left = self._order[~self._taken[self._order]]
             # Processes that walk together would claim the same next one.
@@ -323,8 +336,20 @@ class Study:
                 self._tell(row, self._propose(row), outcome)
             elif row not in self._pending:
                 self._withdraw(self.legal.config(row), outcome)
-        claimed = self._kept.claimed if self._kept is not None else ()
-        rows = {self.legal.find(axes) for axes in claimed}
+        if self._kept is None:
+            return set()
+        claimed = self._rows(self._kept.claimed)
+        self._offered = self._rows(self._kept.offers.values())
+        return claimed if self._measures else claimed | self._offered
+
+    def offer(self, config: AnyConfig) -> None:
+        """Leave a compiled config to those that can measure it."""
+        assert self._kept is not None, "nobody else knows this study"
+        self._kept.offer(config)
+        self.drop(config)
+
+    def _rows(self, many: Iterable[dict[str, Any]]) -> set[int]:
+        rows = {self.legal.find(axes) for axes in many}
         return {row for row in rows if row is not None}
 
     def leave(self, rows: Set[int]) -> None:
@@ -449,7 +474,10 @@ def search(
         return [
             study
             for study in studies
-            if not study.exhausted and study.on_gpu < trials and study.asked < most
+            if not study.exhausted
+            and study.on_gpu < trials
+            and study.asked < most
+            and not study.is_ahead
         ]
 
     asked = 0

@@ -39,6 +39,7 @@ LOCK_SECONDS = 60.0
 TABLES_SECONDS = 20.0  # for another process to make a database's tables
 CLAIM_SECONDS = 300.0  # after which a claim counts no more: a process of another host died
 CLAIM = "claim"  # the kind of a trial that is no more than that
+OFFER = "compiled"  # that of a waiting trial: to be measured by whoever can
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -229,6 +230,7 @@ class Ledger:
     Attributes:
         name: the study's name.
         claimed: the axes of what other processes have claimed, as of the last `news`.
+        offers: the axes of what is compiled, and has no outcome yet, by `str(config)`.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class Ledger:
         self._distributions = dict(distributions)
         self._owner = _owner()
         self.claimed: list[dict[str, Any]] = []
+        self.offers: dict[str, dict[str, Any]] = {}
         self._mine: dict[AnyConfig, int] = {}  # claims, by the ids of their trials
         self._running: dict[int, float] = {}  # when each claim was seen first, by its number
         self._read = 0  # trials with a lower number are finished, or in `_running`
@@ -269,6 +272,11 @@ class Ledger:
                 if trial.state.is_finished():
                     if trial.user_attrs.get("kind") not in (CLAIM, "illegal"):
                         found.append((trial.params, _outcome(trial)))
+                        self.offers.pop(trial.user_attrs["config"], None)
+                    continue
+                if trial.state == TrialState.WAITING:
+                    if trial.user_attrs.get("kind") == OFFER:
+                        self.offers[trial.user_attrs["config"]] = trial.params
                     continue
                 seen = self._running[number] = before.get(number, time.monotonic())
                 owner = trial.user_attrs.get("owner", "")
@@ -301,7 +309,9 @@ class Ledger:
             for rival in self._study.get_trials(deepcopy=False)[:number]:
                 attributes = rival.user_attrs
                 if attributes.get("config") == str(config) and (
-                    not rival.state.is_finished() or attributes["kind"] not in (CLAIM, "illegal")
+                    rival.state == TrialState.RUNNING
+                    if not rival.state.is_finished()
+                    else attributes["kind"] not in (CLAIM, "illegal")
                 ):
                     self._give_up(trial_id)
                     return False
@@ -314,6 +324,19 @@ class Ledger:
             for trial_id in self._mine.values():
                 self._give_up(trial_id)
         self._mine.clear()
+
+    def offer(self, config: AnyConfig) -> None:
+        """Gives up a claimed config for those that can measure it; it is compiled."""
+        offer = optuna.trial.create_trial(
+            state=TrialState.WAITING,
+            params=config.axes(),
+            distributions=self._distributions,
+            user_attrs={"config": str(config), "kind": OFFER},
+        )
+        with self._writing():
+            self._study.add_trial(offer)
+            if config in self._mine:
+                self._give_up(self._mine.pop(config))
 
     def keep(self, config: AnyConfig, outcome: Outcome) -> None:
         """Finishes the trial of a claimed config, and adds that of another as a whole."""

@@ -9,7 +9,7 @@ are timed again side by side with the template's default. Without one: the stati
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,7 @@ def tune(
     resume: bool = False,
     out: str | Path | None = None,
     processes: int | None = None,
+    compile_only: bool = False,
     on_event: OnEvent = lambda event: None,
     workers: Sequence[Worker] = (),
 ) -> TuneResult:
@@ -129,6 +130,8 @@ def tune(
         resume: go on with the studies of an earlier run.
         out: the YAML file to write; the user's overlay if None.
         processes: that compile; one per available CPU but one, if None.
+        compile_only: compile for those that measure on other hosts, with the same `storage` and
+            FAGEN_CACHE, on the typical card of `arch`. What is rejected unmeasured is kept.
         workers: that evaluate, instead of one for each of `devices`.
 
     Raises:
@@ -139,7 +142,15 @@ def tune(
     """
     on_event = one_at_a_time(on_event)
     with Cards(workers or [Worker(index) for index in devices]) as cards:
-        report = _report(cards, arch, on_event)
+        report: DeviceReport | None
+        if compile_only:
+            if arch is None or storage is None or not resume:
+                raise ArgumentError(
+                    "to compile only is to join a search: name its arch and storage, and resume it"
+                )
+            report = DeviceReport(device=typical_device(arch), driver="")
+        else:
+            report = _report(cards, arch, on_event)
         if report is not None:
             device = report.device
         else:
@@ -147,7 +158,8 @@ def tune(
             device = typical_device(arch)
         path = Path(out) if out is not None else user_overlay_path(device.arch.name)
         _check(tasks, template, device)
-        check_can_save(path)
+        if not compile_only:
+            check_can_save(path)
         if report is None:
             prediction = Prediction(device, template, fixed, seed, path, processes, on_event)
             records, finished = prediction.run(tasks)
@@ -159,6 +171,7 @@ def tune(
         blocklist = Blocklist(blocklist_path(where, device), device.key)
         tuning = _Tuning(
             cards=cards,
+            compile_only=compile_only,
             report=report,
             template=template,
             fixed=fixed,
@@ -247,6 +260,7 @@ class _Tuning:
     """One run on a device; the fields are the arguments of `tune`."""
 
     cards: Cards
+    compile_only: bool
     report: DeviceReport
     template: str | None
     fixed: dict[str, Any] | None
@@ -278,6 +292,10 @@ class _Tuning:
             opened, busy_s = time.monotonic(), self.cards.busy_s
             finished = self._search(task, studies, share)
             searched, busy_s = time.monotonic(), self.cards.busy_s - busy_s
+            if self.compile_only:
+                if not finished:
+                    return records, names, False
+                continue
             busy = busy_s / max(searched - opened, 1e-9)
             self.on_event(PhaseChanged(task.problem, "finish", gpu_busy=busy))
             found = [
@@ -319,6 +337,7 @@ class _Tuning:
                 ],
                 storage=self.storage,
                 resume=self.resume,
+                measures=not self.compile_only,
                 about={"shape": shape.model_dump(), "device": device.model_dump()},
             )
             for index, shape in enumerate(task.shapes)
@@ -349,12 +368,21 @@ class _Tuning:
 
         def evaluate(configs: Iterator[AnyConfig]) -> Results:
             jobs = ((task.problem, config, self.report.device.arch) for config in configs)
-            with (
-                closing(compiled_ahead(jobs, self.processes)) as answers,
-                closing(self.cards.each(answers, judge)) as judged,
-            ):
-                for outcomes in judged:
-                    yield from outcomes
+            with closing(compiled_ahead(jobs, self.processes)) as answers:
+                if self.compile_only:
+                    yield from offered(answers)
+                    return
+                with closing(self.cards.each(answers, judge)) as judged:
+                    for outcomes in judged:
+                        yield from outcomes
+
+        def offered(answers: Iterable[tuple[AnyConfig, Compiled | CompileError]]) -> Results:
+            for config, compiled in answers:
+                if rejected := _reject_unmeasured(task.problem, config, compiled, twins):
+                    yield config, [rejected] * len(studies)
+                for study in studies:
+                    if study.is_pending(config):
+                        study.offer(config)
 
         def judge(
             worker: Worker, answer: tuple[AnyConfig, Compiled | CompileError]
@@ -392,16 +420,7 @@ class _Tuning:
         studies: Sequence[Study],
     ) -> list[Outcome]:
         """The outcome for each shape; a kernel that fails on one of them fails on all."""
-        rejected: Rejected | None = None
-        if isinstance(compiled, CompileError):
-            rejected = Rejected(kind="compile", reason=str(compiled))
-        elif bad := compiled.resources.why_bad():
-            rejected = Rejected(kind="resources", reason=bad)
-        else:
-            key = _twin_key(digest(compiled.cubin), config, task.problem)
-            twin = twins.setdefault(key, str(config))
-            if twin != str(config):
-                rejected = Rejected(kind="duplicate", reason=f"the same cubin as {twin}")
+        rejected = _reject_unmeasured(task.problem, config, compiled, twins)
         outcomes: list[Outcome] = []
         for shape, study in zip(task.shapes, studies, strict=True):
             if rejected is None:
@@ -431,6 +450,23 @@ class _Tuning:
             incumbents=incumbents(problem, shape, device, self.out),
             on_event=self.on_event,
         )
+
+
+def _reject_unmeasured(
+    problem: Problem,
+    config: AnyConfig,
+    compiled: Compiled | CompileError,
+    twins: dict[tuple[Any, ...], str],
+) -> Rejected | None:
+    """Why a candidate need not be measured, if so. `twins` are the first of their cubins."""
+    if isinstance(compiled, CompileError):
+        return Rejected(kind="compile", reason=str(compiled))
+    if bad := compiled.resources.why_bad():
+        return Rejected(kind="resources", reason=bad)
+    twin = twins.setdefault(_twin_key(digest(compiled.cubin), config, problem), str(config))
+    if twin != str(config):
+        return Rejected(kind="duplicate", reason=f"the same cubin as {twin}")
+    return None
 
 
 def _twin_key(cubin: str, config: AnyConfig, problem: Problem) -> tuple[Any, ...]:

@@ -109,6 +109,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE[:1], "--arch", ""), "sm80, sm86"),
         ((*TUNE, "--device", "3"), "CUDA device"),
         ((*TUNE, "--device", "0,x"), "at least 0 with commas"),
+        ((*TUNE, "--compile-only"), "name --arch, --storage and --resume"),
         (("tune",), "--arch"),
         ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
         ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),

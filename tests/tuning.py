@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fagen.config import AnyConfig
-from fagen.device import KNOWN_DEVICES
+from fagen.device import KNOWN_DEVICES, architecture
 from fagen.outcome import Measured, Outcome
 from fagen.problem import Problem, Shape
 from fagen.tasks import Task
@@ -83,5 +83,7 @@ def tune_recorded(folder: Path, *, seqlen: int = 512, **options: Any) -> TuneRes
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
+    if "arch" in arguments:
+        arguments["arch"] = architecture(arguments["arch"])
     result = tune_recorded(Path(arguments.pop("folder")), **arguments)
     sys.exit(130 if result.interrupted else 0)
