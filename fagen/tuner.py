@@ -338,7 +338,9 @@ class _Tuning:
                 storage=self.storage,
                 resume=self.resume,
                 measures=not self.compile_only,
-                about={"shape": shape.model_dump(), "device": device.model_dump()},
+                about={}  # the very card is known to those that measure
+                if self.compile_only
+                else {"shape": shape.model_dump(), "device": device.model_dump()},
             )
             for index, shape in enumerate(task.shapes)
         ]

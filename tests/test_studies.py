@@ -18,7 +18,7 @@ from recorded import Known, known, legal_set, search_recorded
 
 from fagen import studies
 from fagen.errors import ArgumentError, StoreError
-from fagen.outcome import Measured
+from fagen.outcome import Measured, Rejected
 from fagen.search import Study
 from fagen.studies import open_storage, read_studies
 
@@ -151,6 +151,20 @@ def test_a_claim_of_another_host_ends_with_its_time(
     near.claim(config)
     near.tell(config, Measured(time_us=2.0))
     assert [tried.time_us for tried in join().tried] == [2.0]
+
+
+def test_a_time_that_one_process_withdraws_is_withdrawn_in_all(tmp_path: Path) -> None:
+    opened = open_storage(tmp_path / "trials.journal")
+    one, other = (Study("few", legal_set(), storage=opened, resume=True) for _ in range(2))
+    config = one.ask()
+    assert config is not None
+    one.tell(config, Measured(time_us=1.0))
+    other.read()
+    assert other.best == one.best
+    why = Rejected(kind="crash", reason="on its second run")
+    one.tell(config, why)
+    other.read()
+    assert [tried.outcome for tried in other.tried] == [why]
 
 
 def test_a_line_that_a_killed_process_tore_harms_nobody(tmp_path: Path) -> None:
