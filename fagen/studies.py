@@ -264,32 +264,29 @@ class Ledger:
     def news(self) -> list[tuple[dict[str, Any], Outcome]]:
         """The axes and the outcome of each trial that was finished since the last call."""
         found = []
-        before, self._running, self.claimed = self._running, {}, []
+        running: dict[int, float] = {}
+        claimed = []
         with self._writing():
             trials = self._study.get_trials(deepcopy=False)
-            for number in [*before, *range(self._read, len(trials))]:
+            for number in [*self._running, *range(self._read, len(trials))]:
                 trial = trials[number]
-                if trial.state.is_finished():
-                    if trial.user_attrs.get("kind") not in (CLAIM, "illegal"):
-                        found.append((trial.params, _outcome(trial)))
-                        self.offers.pop(trial.user_attrs["config"], None)
-                    continue
-                if trial.state == TrialState.WAITING:
-                    if trial.user_attrs.get("kind") == OFFER:
-                        self.offers[trial.user_attrs["config"]] = trial.params
-                    continue
-                seen = self._running[number] = before.get(number, time.monotonic())
                 owner = trial.user_attrs.get("owner", "")
-                if owner == self._owner:
-                    continue
-                if _is_dead(owner, self._owner) or time.monotonic() - seen > CLAIM_SECONDS:
-                    self._give_up(
-                        self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
-                    )
-                    del self._running[number]
-                else:
-                    self.claimed.append(trial.params)
-            self._read = len(trials)
+                if _is_outcome(trial):
+                    found.append((trial.params, _outcome(trial)))
+                    self.offers.pop(trial.user_attrs["config"], None)
+                elif trial.user_attrs.get("kind") == OFFER:
+                    self.offers[trial.user_attrs["config"]] = trial.params
+                elif trial.state == TrialState.RUNNING:
+                    seen = self._running.get(number, time.monotonic())
+                    if _is_dead(owner, self._owner) or time.monotonic() - seen > CLAIM_SECONDS:
+                        self._give_up(
+                            self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+                        )
+                        continue
+                    running[number] = seen
+                    if owner != self._owner:
+                        claimed.append(trial.params)
+        self._running, self._read, self.claimed = running, len(trials), claimed
         return found
 
     def claim(self, config: AnyConfig) -> bool:
@@ -307,12 +304,8 @@ class Ledger:
             trial_id = self._storage.create_new_trial(self._id, template_trial=claim)
             number = self._storage.get_trial_number_from_id(trial_id)
             for rival in self._study.get_trials(deepcopy=False)[:number]:
-                attributes = rival.user_attrs
-                if attributes.get("config") == str(config) and (
-                    rival.state == TrialState.RUNNING
-                    if not rival.state.is_finished()
-                    else attributes["kind"] not in (CLAIM, "illegal")
-                ):
+                counts = rival.state == TrialState.RUNNING or _is_outcome(rival)
+                if counts and rival.user_attrs.get("config") == str(config):
                     self._give_up(trial_id)
                     return False
         self._mine[config] = trial_id
@@ -389,7 +382,7 @@ class Ledger:
             where = storage.path if isinstance(storage, _JournalStorage) else "the database"
             why = getattr(error, "strerror", None) or str(error.__cause__ or error)
             raise WriteError(
-                f"cannot keep trials in {where}: {' '.join(why.split())}. Those before are kept: "
+                f"cannot keep trials in {where}: {why.splitlines()[0]}. Those before are kept: "
                 "mend it, as by freeing the disk, and go on with --resume"
             ) from None
 
@@ -442,6 +435,12 @@ def _started(pid: int) -> str:
     except OSError:
         return "-"
     return "-" if fields[0] in "ZX" else fields[19]
+
+
+def _is_outcome(trial: FrozenTrial) -> bool:
+    """Whether a trial says what became of its config."""
+    no_outcome = (CLAIM, "illegal")
+    return trial.state.is_finished() and trial.user_attrs.get("kind") not in no_outcome
 
 
 def _outcome(trial: FrozenTrial) -> Outcome:

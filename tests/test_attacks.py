@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from alive import wait_until_dead
+from full_disk import no_file_beyond
 from tuning import A100, FIXED, TASK, recorded, tune_recorded
 
 from fagen.config import AnyConfig
@@ -166,17 +166,6 @@ def test_two_tuners_of_different_shapes_write_one_file(tmp_path: Path) -> None:
     assert (first.returncode, second.returncode) == (0, 0)
     records = load_records(tmp_path / "tuned.yaml").records
     assert {record.shape.seqlen_q for record in records} == {512, 4096}
-
-
-@contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """As if the disk were full: the system writes part of what goes beyond, then refuses."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_one_line_and_resume_goes_on(tmp_path: Path, log: Path) -> None:

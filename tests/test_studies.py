@@ -17,7 +17,7 @@ import pytest
 from recorded import Known, known, legal_set, search_recorded
 
 from fagen import studies
-from fagen.errors import ArgumentError, StoreError
+from fagen.errors import ArgumentError, StoreError, WriteError
 from fagen.outcome import Measured, Rejected
 from fagen.search import Study
 from fagen.studies import open_storage, read_studies
@@ -188,6 +188,22 @@ def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> 
     with pytest.raises(StoreError, match=r"notes\.txt is no journal"):
         open_storage(path)
     assert path.read_text() == text
+
+
+def test_a_database_that_goes_away_is_one_line() -> None:
+    if reason := postgres.why_no_server():
+        pytest.skip(reason)
+    with postgres.server() as url:
+        storage = open_storage(url)
+        study = Study("few", legal_set(), storage=storage)
+        config = study.ask()
+        assert config is not None
+        assert study.hold(config)
+    with pytest.raises(WriteError, match="cannot keep trials in the database: ") as caught:
+        study.tell(config, Measured(time_us=1.0))
+    assert "\n" not in str(caught.value)
+    study.release()
+    studies.close_storage(storage)
 
 
 def test_a_database_that_cannot_be_opened_is_one_line_without_the_password(
