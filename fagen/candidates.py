@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +16,10 @@ from fagen.compile import Compiled, compile_kernel
 from fagen.config import AnyConfig
 from fagen.device import Architecture, Device
 from fagen.errors import CompileError
+from fagen.legal import LegalSet
 from fagen.problem import Problem, Shape
 from fagen.processes import in_processes
-from fagen.search import LegalSet
+from fagen.space import default_config, why_illegal
 from fagen.store import Record, Store
 
 KNOWN_SEEDS = 6  # records of like problems that are tried first
@@ -25,34 +28,48 @@ PICKS_PER_TILE = 2  # of one block_m and block_n, so that picks differ in what m
 COMPILE_SECONDS = 60.0
 
 
-def _records(device: Device, out: Path) -> list[Record]:
-    """Every record of the architecture, those of the file to be written first."""
+def _records(out: Path) -> list[Record]:
+    """Every record, those of the file to be written first."""
     stores = [*([Store(out)] if out.exists() else []), Store.open()]
-    return [record for store in stores for record in store.records(device.arch.name)]
+    return [record for store in stores for record in store.records()]
 
 
-def known_configs(problem: Problem, template: str, device: Device, out: Path) -> list[AnyConfig]:
-    """Configs on record for problems of this head dim, the most alike first."""
-    alike = [
-        record
-        for record in _records(device, out)
-        if record.config.template == template and record.problem.head_dim == problem.head_dim
-    ]
-    alike.sort(
-        key=lambda record: (
+def known_configs(
+    problem: Problem, shapes: Sequence[Shape], template: str, device: Device, out: Path
+) -> list[AnyConfig]:
+    """Legal configs on record for other problems, shapes and cards, the most alike first.
+
+    From another head dim a config comes with the default's slices of it.
+    """
+    buckets = [shape.bucket() for shape in shapes]
+
+    def unlikeness(record: Record) -> tuple[Any, ...]:
+        return (
+            abs(math.log2(record.problem.head_dim / problem.head_dim)),
+            record.device.arch != device.arch.name,
             record.device.key != device.key,
             not record.measured,
             record.problem.causal != problem.causal,
             record.problem.dtype != problem.dtype,
+            min(bucket.distance(record.bucket) for bucket in buckets),
         )
+
+    slices = {"block_k": default_config(problem, device, template).block_k}
+    records = [r for r in _records(out) if r.config.template == template]
+    known = (
+        record.config
+        if record.problem.head_dim == problem.head_dim
+        else record.config.model_copy(update=slices)
+        for record in sorted(records, key=unlikeness)
     )
-    return list(dict.fromkeys(record.config for record in alike))[:KNOWN_SEEDS]
+    legal = (config for config in known if why_illegal(config, problem, device) is None)
+    return list(dict.fromkeys(legal))[:KNOWN_SEEDS]
 
 
 def incumbents(problem: Problem, shape: Shape, device: Device, out: Path) -> list[AnyConfig]:
     """What is on record for this very device, problem and bucket."""
     key = (device.key, problem, shape.bucket())
-    return [record.config for record in _records(device, out) if record.key == key]
+    return [record.config for record in _records(out) if record.key == key]
 
 
 def ranked_by_model(legal: LegalSet, shape: Shape, seed: int) -> list[tuple[float, AnyConfig]]:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,31 +159,62 @@ def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
     return found[0][0], [number for _, number in found if number is not None]
 
 
-def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
-    """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
-    from fagen.config import TEMPLATES, parse_config
-    from fagen.space import default_config, require_legal
-
+def _axis_words(words: Sequence[str]) -> dict[str, str]:
+    """Axes and their values, as they stand in words such as "block_m=128"."""
     values = {}
     for word in words:
         name, equals, value = (part.strip() for part in word.partition("="))
         if not name or not equals or not value:
             raise ArgumentError(f"--set {word!r}: want an axis and its value, as block_m=128")
         values[name] = value
-    template = values.get("template", base.template)
+    return values
+
+
+def _refuse_unknown_axes(names: Iterable[str], template: str) -> None:
+    from fagen.config import TEMPLATES
+
+    allowed = TEMPLATES[template].axis_names()
+    for name in names:
+        if name not in allowed:
+            raise ArgumentError(
+                f"--set {name}: no axis of {template}; its axes are {', '.join(allowed)}"
+            )
+
+
+def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
+    """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
+    from fagen.config import TEMPLATES, parse_config
+    from fagen.space import default_config, require_legal
+
+    values = _axis_words(words)
+    template = values.pop("template", base.template)
     if template not in TEMPLATES:
         raise ArgumentError(f"--set template={template}: allowed are {', '.join(TEMPLATES)}")
     if template != base.template:
         base = default_config(problem, device, template)
-    unknown = [name for name in values if name not in TEMPLATES[template].model_fields]
-    if unknown:
-        raise ArgumentError(
-            f"--set {unknown[0]}: no axis of {template}; its axes are "
-            f"{', '.join(TEMPLATES[template].axis_names())}"
-        )
+    _refuse_unknown_axes(values, template)
     config = parse_config(base.model_dump() | values)
     require_legal(config, problem, device)
     return config
+
+
+def _subspace(
+    words: Sequence[str], template: str | None, task: Task, device: Device
+) -> dict[str, Any]:
+    """The values that words such as "block_n=64,128" leave to axes, for `tune`."""
+    from fagen.config import parse_config
+    from fagen.space import default_config
+
+    default = default_config(task.problem, device, template)
+    values = _axis_words(words)
+    _refuse_unknown_axes(values, default.template)
+    return {
+        name: tuple(
+            getattr(parse_config(default.model_dump() | {name: value.strip()}), name)
+            for value in text.split(",")
+        )
+        for name, text in values.items()
+    }
 
 
 def _store(ctx: typer.Context, config: Path | None) -> Store:
@@ -286,18 +317,29 @@ def tune(
             metavar="FILE",
         ),
     ] = None,
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="full: 100 trials, each timed on a ragged length too. quick: 60, the given one."
+        ),
+    ] = "full",
     trials: Annotated[
-        int, typer.Option(min=1, help="Configs to time for each problem and length.")
-    ] = 100,
+        int | None,
+        typer.Option(min=1, help="Configs to time for each problem and length, if not --effort's."),
+    ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Time for everything, as 90s, 5m or 1h.")
     ] = None,
     sampler: Annotated[
-        str, typer.Option(help="tpe, random, brute-force, gp, nsga2 or qmc.")
-    ] = "tpe",
+        str, typer.Option(help="surrogate, tpe, random, brute-force, gp, nsga2 or qmc.")
+    ] = "surrogate",
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler.")] = 0,
     template: Annotated[
         str | None, typer.Option(help="Default: the native one of the architecture.")
+    ] = None,
+    axes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Search these values of an axis only, as block_n=64,128."),
     ] = None,
     device: Annotated[
         str | None,
@@ -346,6 +388,8 @@ def tune(
         raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
     if sampler not in SAMPLERS:
         raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
+    if effort not in room.TRIALS:
+        raise ArgumentError(f"--effort {effort}: allowed are {', '.join(room.TRIALS)}")
     if template is not None and template not in TEMPLATES:
         raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
     budget_s = None if budget is None else _seconds(budget)
@@ -354,7 +398,8 @@ def tune(
     else:
         _refuse_problem_flags(ctx)
         tasks = tasks_from(recorded)
-    expected = room.estimate_seconds(tasks, trials, measured=bool(numbers))
+    fixed = _subspace(axes or (), template, tasks[0], card)
+    expected = room.estimate_seconds(tasks, trials, effort=effort, measured=bool(numbers))
     shapes = sum(len(task.shapes) for task in tasks)
     print(
         f"{_counted(len(tasks), 'problem')}, {_counted(shapes, 'shape')}, {card}: about "
@@ -367,6 +412,8 @@ def tune(
             arch=card.arch,
             devices=numbers or (0,),
             template=template,
+            fixed=fixed,
+            effort=effort,
             trials=trials,
             budget_s=budget_s,
             sampler=sampler,

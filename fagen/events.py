@@ -80,6 +80,24 @@ class TrialDone:
 
 
 @dataclass(frozen=True)
+class ModelJudged:
+    """How well the order of the measured configs of a shape was foreseen, once it is searched.
+
+    Attributes:
+        static: Spearman's rank correlation of the static model with what was measured.
+        corrected: that of the surrogate, which foresaw each config before it was measured. Both
+            None where it means nothing; this one also for another sampler.
+        measured: configs with a time.
+    """
+
+    problem: Problem
+    shape: Shape
+    static: float | None
+    corrected: float | None
+    measured: int
+
+
+@dataclass(frozen=True)
 class RecordSaved:
     """An answer was written."""
 
@@ -100,7 +118,7 @@ class TaskDone:
     seconds: Mapping[str, float]
 
 
-Event = Notice | TaskStarted | PhaseChanged | TrialDone | RecordSaved | TaskDone
+Event = Notice | TaskStarted | PhaseChanged | TrialDone | ModelJudged | RecordSaved | TaskDone
 OnEvent = Callable[[Event], None]
 
 

@@ -136,7 +136,7 @@ def choose(
 def finalists(tried: Sequence[Tried], must: Iterable[AnyConfig]) -> list[AnyConfig]:
     """The fastest of a study, and those that must be there, unless they were found bad."""
     measured = sorted(
-        (each for each in tried if isinstance(each.outcome, Measured)), key=lambda t: t.time_us
+        (each for each in tried if isinstance(each.outcome, Measured)), key=lambda t: t.objective
     )
     bad = {
         each.config

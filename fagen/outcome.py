@@ -32,6 +32,8 @@ class Measured(BaseModel):
 
     Attributes:
         time_us: median time of one call in microseconds.
+        relative: geometric mean, over the shapes that it was timed on, of its time over that of
+            the template's default (see objective.py); None where nobody compared.
         spread: interquartile range over median.
         samples: calls that were timed.
         policy: how, such as "cold-queued".
@@ -43,12 +45,18 @@ class Measured(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time_us: float = Field(gt=0, allow_inf_nan=False)
+    relative: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     spread: float = Field(default=0.0, ge=0)
     samples: int = Field(default=1, ge=1)
     policy: str = ""
     cubin: str = ""
     clock_mhz: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     stopped: bool = False
+
+    @property
+    def objective(self) -> float:
+        """What a search minimises: `relative`, or the time itself."""
+        return self.time_us if self.relative is None else self.relative
 
 
 class Rejected(BaseModel):
@@ -80,3 +88,8 @@ class Tried:
     def time_us(self) -> float:
         """Its time in microseconds, infinite for a rejection."""
         return self.outcome.time_us if isinstance(self.outcome, Measured) else float("inf")
+
+    @property
+    def objective(self) -> float:
+        """What its search minimises, infinite for a rejection."""
+        return self.outcome.objective if isinstance(self.outcome, Measured) else float("inf")

@@ -14,8 +14,8 @@ from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import CompileError
 from fagen.events import OnEvent, RecordSaved, TaskStarted
+from fagen.legal import LegalSet
 from fagen.problem import Shape
-from fagen.search import LegalSet
 from fagen.space import default_config
 from fagen.store import Card, Provenance, Record, Result, save_records
 from fagen.tasks import Task

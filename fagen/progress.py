@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from fagen.events import (
     Event,
+    ModelJudged,
     Notice,
     PhaseChanged,
     RecordSaved,
@@ -124,6 +125,12 @@ class TuneProgress:
                 self._plain(f"{problem}: final comparison{known}")
             case TrialDone():
                 self._trial(event)
+            case ModelJudged(static=float(static)):
+                corrected = f", {event.corrected:.2f} corrected" if event.corrected else ""
+                self._say(
+                    f"{event.problem} seqlen {event.shape.seqlen_k}: rank correlation of the model "
+                    f"with {event.measured} measured: {static:.2f}{corrected}"
+                )
             case RecordSaved(record=record):
                 result = record.result
                 self._bar.advance(self._task)

@@ -25,6 +25,7 @@ from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.space import default_config
+from fagen.statistics import spearman
 from fagen.studies import KeptStudy, read_studies
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 EXAMPLES = 3  # reasons that are shown for each kind of rejection
-MIN_FOR_CORRELATION = 3
 # What `tune.study_name` writes, and the rest that `search.Study` adds.
 STUDY_NAME = re.compile(
     r"(?P<card>.+ \(\d+ SMs\)) "
@@ -89,8 +89,8 @@ class Summary:
 
     @cached_property
     def winner(self) -> Tried | None:
-        """The fastest trial."""
-        return min(self.measured, key=lambda tried: tried.time_us, default=None)
+        """The trial with the best objective."""
+        return min(self.measured, key=lambda tried: tried.objective, default=None)
 
     @cached_property
     def default(self) -> Tried | None:
@@ -203,22 +203,6 @@ def shape_of(bucket: Bucket, problem: Problem) -> Shape:
 
 
 # ---- statistics ----
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """The rank correlation of two equally long lists, ties sharing their mean rank.
-
-    None where it means nothing: fewer than three values, or all alike.
-    """
-    if len(a) < MIN_FOR_CORRELATION or len(set(a)) == 1 or len(set(b)) == 1:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray[Any, Any] = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return ranks
 
 
 def importance(measured: Sequence[Tried]) -> dict[str, float]:

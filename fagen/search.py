@@ -6,21 +6,19 @@ recorded table stands in for a GPU::
 
     search([study], lambda configs: ((c, [table[c]]) for c in configs), trials=100)
 
-Each study lives twice. The sampler works on one in memory, where a rejection counts as a bad
-value, so that the sampler learns to stay away. The kept one (`studies`) gets each finished trial.
+What to try next is up to a `Sampler`; the kept study (`studies`) gets each finished trial.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import optuna
@@ -31,13 +29,14 @@ from optuna.trial import Trial, TrialState
 
 from fagen import space
 from fagen.config import TEMPLATES, AnyConfig
-from fagen.device import Device
 from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.legal import LegalSet
 from fagen.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected, Tried
-from fagen.problem import Problem
+from fagen.statistics import spearman
 from fagen.studies import Ledger
+from fagen.surrogate import Surrogate
 
-SAMPLERS = ("tpe", "random", "brute-force", "gp", "nsga2", "qmc")
+SAMPLERS = ("surrogate", "tpe", "random", "brute-force", "gp", "nsga2", "qmc")
 NEEDED = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}  # packages, which Optuna imports late
 ASKS_PER_TRIAL = 5  # candidates that may fall to the static filter for each one that is timed
 OFFERS_AHEAD = 64  # configs that are compiled and not measured yet; the sampler learns from those
@@ -45,95 +44,23 @@ WAIT_SECONDS = 0.05  # between looks at what other processes still evaluate
 PENALTY = 2.0  # a rejected candidate looks so many times slower than the slowest, to the sampler
 
 
-# ---- the legal set ----
-
-
-class LegalSet:
-    """Every legal config of a template for a problem, enumerated once, as numbers.
-
-    Attributes:
-        problem, device, template: what it is the set of.
-        axes: the values of each axis.
-        points: how many configs they span.
-        removed: how many of these each rule removes, by the rule's name.
-        positions: (configs, axes) int8, each config as its place on each axis.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        device: Device,
-        template: str,
-        *,
-        fixed: dict[str, Any] | None = None,
-    ) -> None:
-        self.problem, self.device, self.template = problem, device, template
-        fixed = fixed or {}
-        self.axes = space.axes(template, problem) | {name: (v,) for name, v in fixed.items()}
-        unknown = self.axes.keys() - set(TEMPLATES[template].axis_names())
-        if unknown:
-            raise ArgumentError(
-                f"{template} has no axis {', '.join(sorted(unknown))}: allowed are "
-                f"{', '.join(TEMPLATES[template].axis_names())}"
-            )
-        places = [
-            (axis, {value: place for place, value in enumerate(values)})
-            for axis, values in self.axes.items()
-        ]
-        self.points = math.prod(map(len, self.axes.values()))
-        self.removed: Counter[str] = Counter()
-        rows = [
-            [place[getattr(config, axis)] for axis, place in places]
-            for config in space.legal_configs(
-                template, problem, device, fixed=fixed, rejections=self.removed
-            )
-        ]
-        positions = np.array(rows, dtype=np.int8).reshape(len(rows), len(self.axes))
-        sizes = [len(values) for values in self.axes.values()]
-        self._weights = np.cumprod([1, *sizes[:0:-1]], dtype=np.int64)[::-1]
-        codes = positions @ self._weights
-        order = np.argsort(codes)
-        self.positions, self._codes = positions[order], codes[order]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def config(self, row: int) -> AnyConfig:
-        """The config of a row of `positions`."""
-        return TEMPLATES[self.template](**self.parameters(row))
-
-    def parameters(self, row: int) -> dict[str, Any]:
-        """The value of each axis in a row of `positions`."""
-        places = self.positions[row]
-        return {
-            axis: values[place]
-            for (axis, values), place in zip(self.axes.items(), places, strict=True)
-        }
-
-    def place(self, values: dict[str, Any]) -> np.ndarray | None:
-        """The place of each value on its axis, or None if one is not on it."""
-        try:
-            return np.array([self.axes[axis].index(values[axis]) for axis in self.axes])
-        except ValueError:
-            return None
-
-    def find(self, values: dict[str, Any]) -> int | None:
-        """The row of a config given by its axes, or None if it is not in the set."""
-        place = self.place(values)
-        if place is None:
-            return None
-        code = place @ self._weights
-        row = int(np.searchsorted(self._codes, code))
-        return row if row < len(self) and self._codes[row] == code else None
-
-    def nearest(self, place: np.ndarray, taken: np.ndarray, rng: np.random.Generator) -> int:
-        """A row that is not taken, the fewest steps along the axes away; ties fall at random."""
-        distance = np.abs(self.positions - place.astype(np.int8)).sum(axis=1, dtype=np.int16)
-        distance[taken] = np.iinfo(np.int16).max
-        return int(rng.choice(np.flatnonzero(distance == distance.min())))
-
-
 # ---- one study ----
+
+
+class Sampler(Protocol):
+    """Chooses rows of a legal set. A row is claimed first, then told or dropped."""
+
+    def ask(self, taken: np.ndarray) -> int:
+        """A row that is not taken; there is one."""
+
+    def claim(self, row: int) -> None:
+        """The outcome of a row is on its way."""
+
+    def tell(self, row: int, outcome: Outcome) -> None:
+        """What became of a claimed row; a rejection may also withdraw an earlier time."""
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """The outcomes of claimed rows will not come after all."""
 
 
 class Study:
@@ -141,11 +68,12 @@ class Study:
 
     Args:
         name: names the kept study.
-        sampler: one of `SAMPLERS`. "random" and "brute-force" walk the legal set itself, at
-            random and in order; the others ask, and an ask that is illegal or was tried is
-            answered with its nearest legal neighbour.
+        sampler: one of `SAMPLERS`. "surrogate" is the static model, corrected as outcomes
+            arrive; "random" and "brute-force" walk the legal set, at random and in order; the
+            others are Optuna's.
         seed: makes a study with the same outcomes repeat itself.
         seeds: configs to try first, the most promising one first.
+        predict: the static model's `Measured.objective` of a config; flat if left out.
         storage: of `open_storage`, or None to keep nothing.
         resume: go on with the kept study of that name. Without it, a new one gets a number.
         measures: whether this process can measure. One that cannot offers what it has compiled,
@@ -157,6 +85,9 @@ class Study:
         legal: the legal set.
         tried: what came back, in order.
         resumed: how many of them are from an earlier run.
+
+    Raises:
+        ArgumentError: for an unknown sampler, or a kept study about something else.
     """
 
     def __init__(
@@ -164,9 +95,10 @@ class Study:
         name: str,
         legal: LegalSet,
         *,
-        sampler: str = "tpe",
+        sampler: str = "surrogate",
         seed: int = 0,
         seeds: Sequence[AnyConfig] = (),
+        predict: Callable[[AnyConfig], float] = lambda config: 1.0,
         storage: BaseStorage | None = None,
         resume: bool = False,
         measures: bool = True,
@@ -175,10 +107,12 @@ class Study:
         self.legal = legal
         self._measures = measures
         self.tried: list[Tried] = []
+        self._predict = predict
         self._taken = np.zeros(len(legal), dtype=bool)
-        self._pending: dict[int, Trial] = {}  # row -> Optuna's running trial
+        self._pending: set[int] = set()
         self._elsewhere: set[int] = set()  # rows that other processes evaluate
         self._offered: set[int] = set()  # rows that are compiled already
+        self._expected: dict[int, float] = {}  # by the surrogate, before the outcome
         self._distributions: dict[str, BaseDistribution] = {
             axis: CategoricalDistribution(values) for axis, values in legal.axes.items()
         }
@@ -189,26 +123,31 @@ class Study:
         if storage is not None:
             self._kept = Ledger(self.name, storage, resume, self._distributions)
             self.name = self._kept.name
-            self._kept.note(about or {})
+            self._kept.require(about or {})
         previous = self._news()
         self.resumed = len(previous)
         self._rng = np.random.default_rng([seed, self.resumed])
-        self._order = None  # in which the legal set is walked, where no sampler is asked
-        if sampler == "random":
-            self._order = self._rng.permutation(len(legal))
-        elif sampler == "brute-force":
-            self._order = np.arange(len(legal))
-        self._study = optuna.create_study(sampler=_sampler(sampler, int(self._rng.integers(2**31))))
+        self._sampler = self._new_sampler(sampler)
         for row, outcome in previous:
             self._taken[row] = True
-            self._tell(row, self._propose(row), outcome)
+            self._sampler.claim(row)
+            self._tell(row, outcome)
         rows = [legal.find(config.axes()) for config in seeds]
         self._seeds = [row for row in dict.fromkeys(rows) if row is not None]
 
+    def _new_sampler(self, name: str) -> Sampler:
+        if name == "surrogate":
+            return Surrogate(self.legal, self._predict, self._rng)
+        if name in ("random", "brute-force"):
+            rows = np.arange(len(self.legal))
+            order = self._rng.permutation(rows) if name == "random" else rows
+            return _Walk(order, self._elsewhere, self._rng)
+        return _OptunaSampler(self.legal, self._distributions, name, self._rng, self._keep)
+
     @property
     def best(self) -> Tried | None:
-        """The fastest config so far."""
-        return min(self.measured, key=lambda tried: tried.time_us, default=None)
+        """The config with the best objective so far."""
+        return min(self.measured, key=lambda tried: tried.objective, default=None)
 
     @property
     def measured(self) -> list[Tried]:
@@ -257,29 +196,16 @@ class Study:
         while self._seeds:
             row = self._seeds.pop(0)
             if not self._taken[row]:
-                return self._claim(row, self._propose(row))
+                return self._claim(row)
         if offered := [row for row in self._offered if not self._taken[row]]:
-            return self._claim(offered[0], self._propose(offered[0]))
-        if self._order is not None:
-            left = self._order[~self._taken[self._order]]
-            # Processes that walk together would claim the same next one.
-            row = int(self._rng.choice(left) if self._elsewhere else left[0])
-            return self._claim(row, self._propose(row))
-        trial = self._study.ask(self._distributions)
-        found = self.legal.find(trial.params)
-        if found is not None and not self._taken[found]:
-            return self._claim(found, trial)
-        self._reject(trial, found)
-        place = self.legal.place(trial.params)
-        assert place is not None, "Optuna sampled a value that is not on its axis"
-        row = self.legal.nearest(place, self._taken, self._rng)
-        return self._claim(row, self._propose(row))
+            return self._claim(offered[0])
+        return self._claim(self._sampler.ask(self._taken))
 
     def claim(self, config: AnyConfig) -> None:
         """Take part in a candidate that another study asked for, unless it is known here."""
         row = self.legal.find(config.axes())
         if row is not None and not self._taken[row]:
-            self._claim(row, self._propose(row))
+            self._claim(row)
 
     def tell(self, config: AnyConfig, outcome: Outcome) -> bool:
         """The outcome of a config that was asked for or claimed. False if it was neither.
@@ -290,25 +216,26 @@ class Study:
         if row is None:
             return False
         if row in self._pending:
-            self._tell(row, self._pending.pop(row), outcome)
-        elif not self._withdraw(config, outcome):
+            self._pending.remove(row)
+            self._tell(row, outcome)
+        elif not self._withdraw(row, outcome):
             return False
         self._keep(config, outcome)
         return True
 
-    def _withdraw(self, config: AnyConfig, outcome: Outcome) -> bool:
-        """Whether a rejection has withdrawn the time of a config."""
+    def _withdraw(self, row: int, outcome: Outcome) -> bool:
+        """Whether a rejection has withdrawn the time of a row."""
+        config = self.legal.config(row)
         rejected = isinstance(outcome, Rejected)
         if not rejected or not any(tried.config == config for tried in self.measured):
             return False
         self.tried = [tried for tried in self.tried if tried.config != config]
-        self.tried.append(Tried(config, outcome))
+        self._tell(row, outcome)
         return True
 
     def release(self) -> None:
         """Give up what was asked for and not told: it may be asked for again."""
-        for row in list(self._pending):
-            self.drop(self.legal.config(row))
+        self._drop(list(self._pending))
         if self._kept is not None:
             self._kept.release()
 
@@ -324,18 +251,25 @@ class Study:
         """Give up one config that was asked for or claimed."""
         row = self.legal.find(config.axes())
         assert row is not None
-        self._study.tell(self._pending.pop(row), state=TrialState.FAIL)
-        self._taken[row] = False
+        self._drop([row])
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        self._pending.difference_update(rows)
+        self._taken[rows] = False
+        self._sampler.drop(rows)
 
     def read(self) -> set[int]:
         """Learn what other processes found. Returns the rows that they evaluate now."""
         for row, outcome in self._news():
-            if not self._taken[row] or row in self._elsewhere:
+            if not self._taken[row]:
                 self._taken[row] = True
-                self._elsewhere.discard(row)
-                self._tell(row, self._propose(row), outcome)
+                self._sampler.claim(row)
+                self._tell(row, outcome)
+            elif row in self._elsewhere:
+                self._elsewhere.remove(row)
+                self._tell(row, outcome)
             elif row not in self._pending:
-                self._withdraw(self.legal.config(row), outcome)
+                self._withdraw(row, outcome)
         if self._kept is None:
             return set()
         claimed = self._rows(self._kept.claimed)
@@ -355,42 +289,51 @@ class Study:
     def leave(self, rows: Set[int]) -> None:
         """Leave rows to other processes, and take back those that were left before."""
         left = {row for row in rows if not self._taken[row] or row in self._elsewhere}
-        self._taken[list(self._elsewhere)] = False
-        self._taken[list(left)] = True
-        self._elsewhere = left
+        given_up = list(self._elsewhere - left)
+        self._taken[given_up] = False
+        self._sampler.drop(given_up)
+        for row in sorted(left - self._elsewhere):
+            self._taken[row] = True
+            self._sampler.claim(row)
+        self._elsewhere.clear()  # which a sampler looks into
+        self._elsewhere.update(left)
+
+    def judge_model(self) -> tuple[float | None, float | None]:
+        """Spearman's rank correlation of predicted and measured objectives; it is kept, too.
+
+        Returns:
+            That of the static model, and that of the surrogate as it was when each config was
+            asked for. None where it means nothing.
+        """
+        measured = {self.legal.find(tried.config.axes()): tried for tried in self.measured}
+        static = spearman(
+            [self._predict(tried.config) for tried in measured.values()],
+            [tried.objective for tried in measured.values()],
+        )
+        foreseen = [row for row in measured if row in self._expected]
+        corrected = spearman(
+            [self._expected[row] for row in foreseen],
+            [measured[row].objective for row in foreseen],
+        )
+        if self._kept is not None:
+            self._kept.note({"spearman": {"static": static, "corrected": corrected}})
+        return static, corrected
 
     def walk_all(self) -> None:
         """Ask the sampler nothing more, since all that is left will be tried."""
-        if self._order is None:
-            self._order = np.arange(len(self.legal))
+        self._sampler = self._new_sampler("brute-force")
 
-    def _propose(self, row: int) -> Trial:
-        self._study.enqueue_trial(self.legal.parameters(row))
-        return self._study.ask(self._distributions)
-
-    def _claim(self, row: int, trial: Trial) -> AnyConfig:
+    def _claim(self, row: int) -> AnyConfig:
         self._taken[row] = True
-        self._pending[row] = trial
+        self._pending.add(row)
+        if isinstance(self._sampler, Surrogate):
+            self._expected[row] = self._sampler.expect(row)
+        self._sampler.claim(row)
         return self.legal.config(row)
 
-    def _tell(self, row: int, trial: Trial, outcome: Outcome) -> None:
+    def _tell(self, row: int, outcome: Outcome) -> None:
         self.tried.append(Tried(self.legal.config(row), outcome))
-        value = outcome.time_us if isinstance(outcome, Measured) else self._penalty()
-        self._study.tell(trial, value)
-
-    def _penalty(self) -> float:
-        return PENALTY * max((tried.time_us for tried in self.measured), default=1.0)
-
-    def _reject(self, trial: Trial, found: int | None) -> None:
-        """Answer an ask of the sampler that nothing will come of."""
-        config = TEMPLATES[self.legal.template](**trial.params)
-        reason = "tried before"
-        if found is None:
-            broken = space.why_illegal(config, self.legal.problem, self.legal.device)
-            reason = broken or "not in the legal set"
-        # No penalty: what is best often lies beside what is illegal.
-        self._study.tell(trial, state=TrialState.FAIL)
-        self._keep(config, Rejected(kind="illegal", reason=reason))
+        self._sampler.tell(row, outcome)
 
     def _keep(self, config: AnyConfig, outcome: Outcome) -> None:
         if self._kept is not None:
@@ -401,6 +344,94 @@ class Study:
         kept = self._kept.news() if self._kept is not None else ()
         found = {self.legal.find(axes): outcome for axes, outcome in kept}
         return [(row, outcome) for row, outcome in found.items() if row is not None]
+
+
+# ---- samplers ----
+
+
+class _Walk:
+    """Every row, in a given order.
+
+    Args:
+        elsewhere: the rows that other processes evaluate at the moment.
+    """
+
+    def __init__(self, order: np.ndarray, elsewhere: Set[int], rng: np.random.Generator) -> None:
+        self._order, self._elsewhere, self._rng = order, elsewhere, rng
+
+    def ask(self, taken: np.ndarray) -> int:
+        left = self._order[~taken[self._order]]
+        # Processes that walk together would claim the same next one.
+        return int(self._rng.choice(left) if self._elsewhere else left[0])
+
+    def claim(self, row: int) -> None:
+        pass
+
+    def tell(self, row: int, outcome: Outcome) -> None:
+        pass
+
+    def drop(self, rows: Sequence[int]) -> None:
+        pass
+
+
+class _OptunaSampler:
+    """A sampler of Optuna's, on a study in memory where a rejection counts as a bad value.
+
+    Args:
+        keep: gets each ask that is illegal or was tried; its nearest legal neighbour is the
+            answer instead.
+    """
+
+    def __init__(
+        self,
+        legal: LegalSet,
+        distributions: dict[str, BaseDistribution],
+        name: str,
+        rng: np.random.Generator,
+        keep: Callable[[AnyConfig, Outcome], None],
+    ) -> None:
+        self._legal, self._distributions = legal, distributions
+        self._rng, self._keep = rng, keep
+        self._study = optuna.create_study(sampler=_sampler(name, int(rng.integers(2**31))))
+        self._trials: dict[int, Trial] = {}  # of rows that are asked for or claimed
+        self._slowest = 1.0
+
+    def ask(self, taken: np.ndarray) -> int:
+        trial = self._study.ask(self._distributions)
+        found = self._legal.find(trial.params)
+        if found is not None and not taken[found]:
+            self._trials[found] = trial
+            return found
+        config = TEMPLATES[self._legal.template](**trial.params)
+        reason = "tried before"
+        if found is None:
+            broken = space.why_illegal(config, self._legal.problem, self._legal.device)
+            reason = broken or "not in the legal set"
+        # No penalty: what is best often lies beside what is illegal.
+        self._study.tell(trial, state=TrialState.FAIL)
+        self._keep(config, Rejected(kind="illegal", reason=reason))
+        place = self._legal.place(trial.params)
+        assert place is not None, "Optuna sampled a value that is not on its axis"
+        return self._legal.nearest(place, taken, self._rng)
+
+    def claim(self, row: int) -> None:
+        if row not in self._trials:
+            self._study.enqueue_trial(self._legal.parameters(row))
+            self._trials[row] = self._study.ask(self._distributions)
+
+    def tell(self, row: int, outcome: Outcome) -> None:
+        if row not in self._trials:
+            return  # Optuna cannot take a time back
+        if isinstance(outcome, Measured):
+            value = outcome.objective
+            self._slowest = max(self._slowest, value)
+        else:
+            value = PENALTY * self._slowest
+        self._study.tell(self._trials.pop(row), value)
+
+    def drop(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._study.tell(self._trials.pop(row), state=TrialState.FAIL)
 
 
 def _sampler(name: str, seed: int) -> BaseSampler:
@@ -415,8 +446,6 @@ def _sampler(name: str, seed: int) -> BaseSampler:
         "tpe": lambda: optuna.samplers.TPESampler(
             seed=seed, multivariate=True, group=False, constant_liar=True
         ),
-        "random": lambda: optuna.samplers.RandomSampler(seed=seed),
-        "brute-force": lambda: optuna.samplers.RandomSampler(seed=seed),
         "gp": lambda: optuna.samplers.GPSampler(seed=seed),
         "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=seed),
         "qmc": lambda: optuna.samplers.QMCSampler(seed=seed, warn_independent_sampling=False),

@@ -7,12 +7,12 @@ soon as the axes that a rule reads are set, so the order of the axes is only a m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fagen.config import TEMPLATES, AnyConfig, Sm80Forward, Sm90Forward, round_up
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
-from fagen.errors import ConfigError
+from fagen.errors import ArgumentError, ConfigError
 from fagen.problem import WIDE_ALIGNMENT, Problem
 
 NARROWEST_SPAN = {"forward_sm80": 16, "forward_sm90": 32}  # columns that a swizzle spans
@@ -21,12 +21,34 @@ WGMMA_OVERHEAD_REGISTERS = 26  # beside its operands; ptxas names the sum when i
 SPARE_REGISTERS = 24
 
 
-def axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
+def axes(
+    template: str, problem: Problem, fixed: Mapping[str, Any] | None = None
+) -> dict[str, tuple[Any, ...]]:
     """Every axis of a template with the values that a search tries, for this head dim.
 
     block_k runs over the multiples of the smallest swizzle span that cut the padded head dim
     into equal slices.
+
+    Args:
+        fixed: axes held at one value, or at the values of a tuple.
+
+    Raises:
+        ArgumentError: if the template has no such axis.
     """
+    names = TEMPLATES[template].axis_names()
+    if unknown := [name for name in fixed or () if name not in names]:
+        raise ArgumentError(
+            f"{template} has no axis {', '.join(unknown)}: its axes are {', '.join(names)}"
+        )
+    values = _all_axes(template, problem)
+    for name, held in (fixed or {}).items():
+        wanted = held if isinstance(held, tuple) else (held,)
+        in_order = [value for value in values[name] if value in wanted]
+        values[name] = tuple(dict.fromkeys([*in_order, *wanted]))
+    return values
+
+
+def _all_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
     span = NARROWEST_SPAN[template]
     padded = round_up(problem.head_dim, span)
     slices = tuple(block_k for block_k in range(span, padded + 1, span) if padded % block_k == 0)
@@ -207,17 +229,17 @@ def legal_configs(
     problem: Problem,
     device: Device,
     *,
-    fixed: dict[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     rejections: Counter[str] | None = None,
 ) -> Iterator[AnyConfig]:
     """Every legal config of a template, without building the illegal ones.
 
     Args:
-        fixed: axes held at one value.
+        fixed: as of `axes`.
         rejections: if given, counts the points of the space that each rule removes, by the
             rule's name.
     """
-    values = axes(template, problem) | {name: (v,) for name, v in (fixed or {}).items()}
+    values = axes(template, problem, fixed)
     # The axes that most rules read come first, so that a branch falls early.
     order = sorted(values, key=lambda axis: -sum(axis in r.axes for r in RULES[template]))
     due: list[list[Rule]] = [[] for _ in range(len(order) + 1)]

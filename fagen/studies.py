@@ -261,6 +261,22 @@ class Ledger:
             for key, value in about.items():
                 self._study.set_user_attr(key, value)
 
+    def require(self, about: Mapping[str, Any]) -> None:
+        """Keeps JSON values beside the trials, whose times are about the same if there are any.
+
+        Raises:
+            ArgumentError: if they are not.
+        """
+        kept = self._study.user_attrs
+        has_times = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        for key, value in json.loads(json.dumps(dict(about))).items():
+            if has_times and kept.get(key) != value:
+                raise ArgumentError(
+                    f"the study {self.name!r} cannot go on: its {key} was {kept.get(key)}, and is "
+                    f"{value} now; leave out --resume, or give the card and the --effort of before"
+                )
+        self.note(about)
+
     def news(self) -> list[tuple[dict[str, Any], Outcome]]:
         """The axes and the outcome of each trial that was finished since the last call."""
         found = []
@@ -335,7 +351,7 @@ class Ledger:
         """Finishes the trial of a claimed config, and adds that of another as a whole."""
         measured = isinstance(outcome, Measured)
         state = TrialState.COMPLETE if measured else TrialState.FAIL
-        value = outcome.time_us if isinstance(outcome, Measured) else None
+        value = outcome.objective if isinstance(outcome, Measured) else None
         attributes = ({"kind": "measured"} if measured else {}) | outcome.model_dump()
         with self._writing():
             if config in self._mine and attributes["kind"] != "illegal":

@@ -26,6 +26,25 @@ class Task:
     shapes: tuple[Shape, ...]
 
 
+def companions(shape: Shape) -> tuple[Shape, ...]:
+    """The ragged shape that a bucket is tuned on beside the usual one, if it has one.
+
+    Its lengths are odd, so no multiples of any tile, and about four fifths of the given ones (or
+    six fifths where the bucket ends before); the batch grows as they shrink.
+    """
+    for factor in (0.8, 1.2):
+        lengths = {
+            name: round(factor * length) // 2 * 2 + 1
+            for name in ("seqlen_q", "seqlen_k")
+            if (length := getattr(shape, name)) > 2
+        }
+        for batch in (round(shape.batch / factor), shape.batch) if lengths else ():
+            ragged = shape.model_copy(update={**lengths, "batch": batch})
+            if ragged.bucket() == shape.bucket():
+                return (ragged,)
+    return ()
+
+
 def standard_tasks(
     *,
     dtypes: Sequence[Dtype] = STANDARD_DTYPES,

@@ -8,21 +8,24 @@ are timed again side by side with the template's default. Without one: the stati
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fagen.blocklist import Blocklist, Guard, blocklist_path
 from fagen.candidates import compiled_ahead, incumbents, known_configs, model_picks
 from fagen.cards import Cards
-from fagen.compile import Compiled
+from fagen.compile import Compiled, compile_kernel
 from fagen.config import AnyConfig, Sm90Forward
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
 from fagen.events import (
+    ModelJudged,
     Notice,
     OnEvent,
     PhaseChanged,
@@ -33,19 +36,21 @@ from fagen.events import (
     one_at_a_time,
 )
 from fagen.finals import crown
+from fagen.legal import LegalSet
+from fagen.objective import baseline_us, evaluate_shapes, predicted
 from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.prediction import Prediction
 from fagen.problem import Problem, Shape
 from fagen.published import published_configs
-from fagen.search import LegalSet, Results, Study, search
+from fagen.search import Results, Study, search
 from fagen.space import default_config, why_illegal
 from fagen.store import Record, check_can_save, digest, save_records, user_overlay_path
 from fagen.studies import close_storage, default_storage, open_storage, study_name
-from fagen.tasks import Task
+from fagen.tasks import Task, companions
 from fagen.worker import DeviceReport, Worker
 
-TRIALS = 100
-LOSER = 1.15  # so many times the best time: timing need not be precise beyond
+Effort = Literal["quick", "full"]
+TRIALS: dict[Effort, int] = {"quick": 60, "full": 100}
 TRIALS_PER_PICK = 8  # of so many trials, one is a pick of the static model, tried first
 MAX_SHAPE_BYTES = 1 << 40
 
@@ -57,14 +62,25 @@ PREDICTED_SHAPE_SECONDS = 4.0
 
 
 def estimate_seconds(
-    tasks: Sequence[Task], trials: int = TRIALS, *, measured: bool = True
+    tasks: Sequence[Task],
+    trials: int | None = None,
+    *,
+    effort: Effort = "full",
+    measured: bool = True,
 ) -> float:
     """Roughly how long `tune` takes, in seconds."""
-    shapes = sum(len(task.shapes) for task in tasks)
+    trials = trials or TRIALS[effort]
+    effort = effort if measured else "quick"
+    shapes = sum(len(_timed_on(shape, effort)) for task in tasks for shape in task.shapes)
     if not measured:
         return PREDICTED_SHAPE_SECONDS * shapes
     per_shape = SHAPE_SECONDS * trials * shapes
     return (TASK_SECONDS + CANDIDATE_SECONDS * trials) * len(tasks) + per_shape
+
+
+def _timed_on(shape: Shape, effort: Effort) -> tuple[Shape, ...]:
+    """The shapes that stand for a bucket, the one that its record names first."""
+    return (shape, *companions(shape)) if effort == "full" else (shape,)
 
 
 # ---- the result ----
@@ -103,9 +119,10 @@ def tune(
     devices: Sequence[int] = (0,),
     template: str | None = None,
     fixed: dict[str, Any] | None = None,
-    trials: int = TRIALS,
+    effort: Effort = "full",
+    trials: int | None = None,
     budget_s: float | None = None,
-    sampler: str = "tpe",
+    sampler: str = "surrogate",
     seed: int = 0,
     storage: str | Path | None = None,
     resume: bool = False,
@@ -122,8 +139,11 @@ def tune(
             `devices` is another one, or there is none, records are predicted.
         devices: the GPUs to measure on, as CUDA counts: equal ones, which share the candidates.
         template: the template to search; the architecture's native one that fits, if None.
-        fixed: axes held at one value.
-        trials: configs per shape that reach the GPU, those of resumed runs included.
+        fixed: axes held at one value, or at the values of a tuple.
+        effort: "full" times each candidate on a ragged shape, too, beside each shape of a task;
+            "quick" does not, and tries fewer.
+        trials: configs per shape that reach the GPU, those of resumed runs included; what
+            `TRIALS` says of the effort if None.
         budget_s: seconds for all tasks together; each gets its share.
         sampler: one of `search.SAMPLERS`.
         storage: a database URL or a journal file of studies; `default_storage` if None.
@@ -175,7 +195,8 @@ def tune(
             report=report,
             template=template,
             fixed=fixed,
-            trials=trials,
+            effort=effort,
+            trials=trials or TRIALS[effort],
             sampler=sampler,
             seed=seed,
             storage=kept,
@@ -264,6 +285,7 @@ class _Tuning:
     report: DeviceReport
     template: str | None
     fixed: dict[str, Any] | None
+    effort: Effort
     trials: int
     sampler: str
     seed: int
@@ -273,6 +295,7 @@ class _Tuning:
     processes: int | None
     on_event: OnEvent
     guards: Mapping[Worker, Guard]
+    outcomes: dict[tuple[Guard, Problem, AnyConfig, Shape], Outcome] = field(default_factory=dict)
 
     def run(
         self, tasks: Sequence[Task], budget_s: float | None
@@ -297,6 +320,9 @@ class _Tuning:
                     return records, names, False
                 continue
             busy = busy_s / max(searched - opened, 1e-9)
+            for shape, study in zip(task.shapes, studies, strict=True):
+                judged = study.judge_model()
+                self.on_event(ModelJudged(task.problem, shape, *judged, len(study.measured)))
             self.on_event(PhaseChanged(task.problem, "finish", gpu_busy=busy))
             found = [
                 record
@@ -322,7 +348,8 @@ class _Tuning:
         problem, device = task.problem, self.report.device
         template = self.template or default_config(problem, device).template
         legal = LegalSet(problem, device, template, fixed=self.fixed)
-        known = known_configs(problem, template, device, self.out)
+        default = default_config(problem, device, template)
+        known = known_configs(problem, task.shapes, template, device, self.out)
         studies = [
             Study(
                 study_name(device, problem, shape, template),
@@ -330,17 +357,24 @@ class _Tuning:
                 sampler=self.sampler,
                 seed=self.seed + index,
                 seeds=[
-                    default_config(problem, device, template),
+                    default,
                     *known,
                     *published_configs(template, problem, device),
                     *model_picks(legal, shape, self.trials // TRIALS_PER_PICK, self.seed),
                 ],
+                predict=predicted(problem, _timed_on(shape, self.effort), default, device),
                 storage=self.storage,
                 resume=self.resume,
                 measures=not self.compile_only,
                 about={}  # the very card is known to those that measure
                 if self.compile_only
-                else {"shape": shape.model_dump(), "device": device.model_dump()},
+                else {
+                    "shape": shape.model_dump(),
+                    "ragged_shapes": [
+                        ragged.model_dump() for ragged in _timed_on(shape, self.effort)[1:]
+                    ],
+                    "device": device.model_dump(),
+                },
             )
             for index, shape in enumerate(task.shapes)
         ]
@@ -368,6 +402,8 @@ class _Tuning:
                     tried.config
                 )
 
+        baselines: dict[Guard, Mapping[Shape, float]] = {}
+
         def evaluate(configs: Iterator[AnyConfig]) -> Results:
             jobs = ((task.problem, config, self.report.device.arch) for config in configs)
             with closing(compiled_ahead(jobs, self.processes)) as answers:
@@ -390,7 +426,9 @@ class _Tuning:
             worker: Worker, answer: tuple[AnyConfig, Compiled | CompileError]
         ) -> list[tuple[AnyConfig, Sequence[Outcome]]]:
             guard = self.guards[worker]
-            outcomes = self._judge(guard, task, *answer, twins, studies)
+            if guard not in baselines:
+                baselines[guard] = self._baseline(guard, task, studies[0].legal.template)
+            outcomes = self._judge(guard, task, *answer, twins, studies, baselines[guard])
             withdrawn = [(config, [why] * len(studies)) for config, why in guard.withdrawn()]
             return [*withdrawn, (answer[0], outcomes)]
 
@@ -412,6 +450,37 @@ class _Tuning:
             studies, evaluate, trials=self.trials, budget_s=budget_s, on_outcome=on_outcome
         )
 
+    def _baseline(self, guard: Guard, task: Task, template: str) -> dict[Shape, float]:
+        """What times are compared with: those of the default, by this worker, today."""
+        problem, device = task.problem, self.report.device
+        default = default_config(problem, device, template)
+        shapes = [each for shape in task.shapes for each in _timed_on(shape, self.effort)]
+        outcomes: dict[Shape, Outcome] = {}
+        with suppress(CompileError):
+            compiled = compile_kernel(problem, default, device.arch)
+            for shape in shapes if compiled.resources.why_bad() is None else ():
+                outcomes[shape] = self._evaluate(guard, compiled, problem, default, shape)
+                if isinstance(outcomes[shape], Rejected):
+                    break
+        return baseline_us(outcomes, shapes, problem, default, device)
+
+    def _evaluate(
+        self,
+        guard: Guard,
+        compiled: Compiled,
+        problem: Problem,
+        config: AnyConfig,
+        shape: Shape,
+        give_up_us: float = math.inf,
+    ) -> Outcome:
+        """What the worker says, once: the default is the baseline first, and a candidate later."""
+        key = guard, problem, config, shape
+        if key not in self.outcomes:
+            self.outcomes[key] = guard.evaluate(
+                compiled, problem, config, shape, give_up_us=give_up_us
+            )
+        return self.outcomes[key]
+
     def _judge(
         self,
         guard: Guard,
@@ -420,6 +489,7 @@ class _Tuning:
         compiled: Compiled | CompileError,
         twins: dict[tuple[Any, ...], str],
         studies: Sequence[Study],
+        baseline: Mapping[Shape, float],
     ) -> list[Outcome]:
         """The outcome for each shape; a kernel that fails on one of them fails on all."""
         rejected = _reject_unmeasured(task.problem, config, compiled, twins)
@@ -427,9 +497,11 @@ class _Tuning:
         for shape, study in zip(task.shapes, studies, strict=True):
             if rejected is None:
                 assert isinstance(compiled, Compiled)
-                give_up_us = LOSER * study.best.time_us if study.best else None
-                outcome = guard.evaluate(
-                    compiled, task.problem, config, shape, give_up_us=give_up_us
+                outcome = evaluate_shapes(
+                    _timed_on(shape, self.effort),
+                    baseline,
+                    partial(self._evaluate, guard, compiled, task.problem, config),
+                    best=study.best.objective if study.best else math.inf,
                 )
                 if isinstance(outcome, Measured):
                     outcomes.append(outcome)
@@ -446,7 +518,7 @@ class _Tuning:
             self.guards[first],
             self.report,
             problem,
-            [shape],
+            _timed_on(shape, self.effort),
             study.tried,
             default=default_config(problem, device, template),
             incumbents=incumbents(problem, shape, device, self.out),

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES
+from fagen.legal import LegalSet
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem
-from fagen.search import LegalSet, Results, Study, search
+from fagen.search import Results, Study, search
 from fagen.studies import open_storage
 
 NAME = "recorded"

@@ -23,6 +23,7 @@ from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.errors import DeviceError, WriteError
 from fagen.events import (
+    ModelJudged,
     Notice,
     OnEvent,
     PhaseChanged,
@@ -101,13 +102,18 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         (("emit", "--arch", "sm90"), "--out"),
         ((*TUNE, "--budget", "5x"), "90s, 5m or 1h"),
         ((*TUNE, "--budget", "0m"), "90s, 5m or 1h"),
-        ((*TUNE, "--sampler", "oracle"), "tpe, random"),
+        ((*TUNE, "--sampler", "oracle"), "surrogate, tpe, random"),
         ((*TUNE, "--seqlen", "512;1024"), "512,2048,8192"),
+        ((*TUNE, "--effort", "huge"), "quick, full"),
         ((*TUNE, "--head-dim", "12"), "multiple of 8"),
         ((*TUNE, "--head-dim", "0"), "greater than or equal to 8"),
         ((*TUNE, "--budget", ""), "90s, 5m or 1h"),
         ((*TUNE[:1], "--arch", ""), "sm80, sm86"),
         ((*TUNE, "--device", "3"), "CUDA device"),
+        ((*TUNE, "--set", "block_n=64,100"), "multiple of 16 (got '100')"),
+        ((*TUNE, "--set", "block_n=64,"), "block_n: Input should be a valid integer"),
+        ((*TUNE, "--set", "block_q=128"), "block_m, block_n, block_k"),
+        ((*TUNE, "--set", "block_n"), "an axis and its value"),
         ((*TUNE, "--device", "0,x"), "at least 0 with commas"),
         ((*TUNE, "--compile-only"), "name --arch, --storage and --resume"),
         (("tune",), "--arch"),
@@ -184,7 +190,8 @@ def test_the_contract_of_the_flags() -> None:
     """Names that scripts rely on."""
     wanted = {
         "tune": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
-        " --kv-heads --from --trials --budget --sampler --seed --device --storage --resume --out",
+        " --kv-heads --from --effort --trials --budget --sampler --seed --set --device"
+        " --storage --resume --out",
         "emit": "--arch --dtype --head-dim --causal --no-causal --set --format -o",
         "list": "--config --json",
         "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
@@ -215,7 +222,10 @@ def test_defaults_and_choices_are_those_of_the_rooms() -> None:
         for name in ("tune", "bench", "check")
     }
     assert flags["tune"]["seqlen"].default == commas(tasks.STANDARD_SEQLENS)
-    assert flags["tune"]["trials"].default == tuner.TRIALS
+    help_of_effort = flags["tune"]["effort"].help
+    assert flags["tune"]["effort"].default == "full"
+    for effort, trials in tuner.TRIALS.items():
+        assert f"{effort}: {trials}" in help_of_effort
     assert commas(tasks.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
     assert all(sampler in flags["tune"]["sampler"].help for sampler in search.SAMPLERS)
     assert flags["bench"]["seqlen"].default == commas(bench.SEQLENS)
@@ -396,6 +406,8 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
         on_event(TaskStarted(task, 1, 1, "forward_sm90", device, 10_000, removed, 1234, 7))
         for done, tried in enumerate((slow, fast), 1):
             on_event(TrialDone(task.problem, shape, tried, tried, True, done, 50, {"wrong": 3}))
+        on_event(ModelJudged(task.problem, shape, 0.934, 0.96, 40))
+        on_event(ModelJudged(task.problem, shape, None, None, 1))  # which says nothing
         on_event(PhaseChanged(task.problem, "finish", gpu_busy=0.634))
         record = some_record(
             task.problem,
@@ -442,6 +454,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
         "1 of 50: best 200.0 us",
         "2 of 50: best 100.0 us",
         "rejected: 3 wrong",
+        "seqlen 512: rank correlation of the model with 40 measured: 0.93, 0.96 corrected",
         "final comparison; the GPU was busy 63% of the search",
         "measured 100.0 us, 123 TFLOP/s, 1.50x as fast as the default and 2.00x as fast as torch: ",
         "enumerate 2 s, gpu 4 min",
@@ -531,6 +544,24 @@ def test_tune_takes_several_problems(
     assert {(s.seqlen_q, s.heads_q, s.heads_kv) for t in seen for s in t.shapes} == {
         (100, 8, 2),
         (1000, 8, 2),
+    }
+
+
+def test_tune_searches_a_subspace(fagen: Fagen, scripted_tune: list[dict[str, Any]]) -> None:
+    fagen(
+        *TUNE,
+        "--causal",
+        "--set",
+        "block_m=128",
+        "--set",
+        "block_n=64, 96,128",
+        "--set",
+        "overlap=true",
+    )
+    assert scripted_tune[0]["fixed"] == {
+        "block_m": (128,),
+        "block_n": (64, 96, 128),
+        "overlap": (True,),
     }
 
 

@@ -14,8 +14,8 @@ from tuning import A100, FIXED, TASK, tune_recorded
 
 from fagen.device import architecture
 from fagen.errors import ArgumentError
+from fagen.legal import LegalSet
 from fagen.outcome import Measured
-from fagen.search import LegalSet
 from fagen.store import load_records
 from fagen.studies import Ledger, open_storage, read_studies
 from fagen.tuner import tune

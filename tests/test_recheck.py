@@ -13,10 +13,11 @@ from fagen.compile import Compiled
 from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, DeviceError
+from fagen.legal import LegalSet
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
 from fagen.recheck import Rechecked, recheck
-from fagen.search import LegalSet, Study
+from fagen.search import Study
 from fagen.space import default_config
 from fagen.store import Card, Record
 from fagen.studies import open_storage, study_name

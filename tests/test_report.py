@@ -16,6 +16,7 @@ from fagen.bench import Cell, Results
 from fagen.config import Sm90Forward
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.legal import LegalSet
 from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.problem import Problem, Shape
 from fagen.report import (
@@ -24,12 +25,12 @@ from fagen.report import (
     importance,
     points,
     report,
-    spearman,
     summarise,
     tensor_ceiling,
 )
-from fagen.search import LegalSet, Study
+from fagen.search import Study
 from fagen.space import default_config
+from fagen.statistics import spearman
 from fagen.studies import open_storage, read_studies, study_name
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]

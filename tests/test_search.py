@@ -17,10 +17,11 @@ import pytest
 from fagen.config import AnyConfig, Sm80Forward, parse_config
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, StoreError
+from fagen.legal import LegalSet
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.search import LegalSet, Results, Study, search
+from fagen.search import Results, Study, search
 from fagen.space import default_config, why_illegal
 from fagen.studies import open_storage
 
@@ -98,14 +99,31 @@ def test_nearest_is_the_fewest_steps_away_and_not_taken(legal: LegalSet) -> None
 
 
 def test_unknown_axis_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="no axis ping_pong: allowed are block_m"):
+    with pytest.raises(ArgumentError, match="no axis ping_pong: its axes are block_m"):
         LegalSet(PROBLEM, DEVICE, TEMPLATE, fixed={"ping_pong": True})
+
+
+def test_an_axis_may_keep_several_values(legal: LegalSet) -> None:
+    part = LegalSet(PROBLEM, DEVICE, TEMPLATE, fixed=FIXED | {"block_n": (128, 64), "warps": (4,)})
+    assert part.axes["block_n"] == (64, 128)  # in the axis's own order
+    assert {part.config(row) for row in range(len(part))} == {
+        config
+        for config in map(legal.config, range(len(legal)))
+        if isinstance(config, Sm80Forward) and config.warps == 4 and config.block_n in (64, 128)
+    }
+
+
+def test_an_empty_subspace_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"no legal config of forward_sm80 with block_m=16 warps=4,8 on"
+    ):
+        LegalSet(PROBLEM, DEVICE, TEMPLATE, fixed={"block_m": 16, "warps": (4, 8)})
 
 
 # ---- searching ----
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "nsga2", "qmc"])
+@pytest.mark.parametrize("sampler", ["surrogate", "tpe", "random", "nsga2", "qmc"])
 def test_search_asks_legal_configs_once_each(legal: LegalSet, table: Table, sampler: str) -> None:
     seen: list[AnyConfig] = []
     default = default_config(PROBLEM, DEVICE, TEMPLATE)
@@ -139,14 +157,16 @@ def test_tpe_finds_what_chance_does_not(legal: LegalSet, table: Table) -> None:
     assert np.mean(tpe) < np.mean(chance)
 
 
-def test_a_seed_repeats_itself(legal: LegalSet, table: Table) -> None:
+@pytest.mark.parametrize("sampler", ["surrogate", "tpe"])
+def test_a_seed_repeats_itself(legal: LegalSet, table: Table, sampler: str) -> None:
     runs: list[list[AnyConfig]] = [[], []]
     for seen in runs:
-        search([Study("table", legal, seed=5)], replay(table, seen), trials=40)
+        study = Study("table", legal, sampler=sampler, seed=5)
+        search([study], replay(table, seen), trials=40)
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "brute-force"])
+@pytest.mark.parametrize("sampler", ["surrogate", "tpe", "brute-force"])
 def test_a_small_set_is_tried_completely(table: Table, sampler: str) -> None:
     fixed = FIXED | {"block_m": 128, "warps": 4, "q_in_registers": False}
     small = LegalSet(PROBLEM, DEVICE, TEMPLATE, fixed=fixed)
@@ -161,7 +181,9 @@ def test_a_small_set_is_tried_completely(table: Table, sampler: str) -> None:
 
 
 def test_unknown_sampler_is_refused(legal: LegalSet) -> None:
-    with pytest.raises(ArgumentError, match="unknown sampler 'magic': allowed are tpe, random"):
+    with pytest.raises(
+        ArgumentError, match="unknown sampler 'magic': allowed are surrogate, tpe, random"
+    ):
         Study("table", legal, sampler="magic")
 
 
@@ -235,7 +257,7 @@ def test_kept_study_lists_each_trial(legal: LegalSet, tmp_path: Path) -> None:
         Rejected(kind="wrong", reason="output is off by 1"),
     ]
     path = tmp_path / "trials.journal"
-    study = Study("table", legal, storage=open_storage(path))
+    study = Study("table", legal, sampler="tpe", storage=open_storage(path))
     for outcome in outcomes:
         config = study.ask()
         assert config is not None
@@ -255,7 +277,8 @@ def test_kept_study_lists_each_trial(legal: LegalSet, tmp_path: Path) -> None:
 
 
 def test_illegal_asks_are_kept_with_the_rule(legal: LegalSet, table: Table, tmp_path: Path) -> None:
-    study = Study("table", legal, storage=open_storage(tmp_path / "trials.journal"))
+    storage = open_storage(tmp_path / "trials.journal")
+    study = Study("table", legal, sampler="tpe", storage=storage)
     search([study], replay(table), trials=40)
     kept = optuna.load_study(
         study_name=study.name, storage=open_storage(tmp_path / "trials.journal")
@@ -344,7 +367,8 @@ def test_kill_9_loses_only_what_is_in_flight(legal: LegalSet, table: Table, tmp_
         from fagen.outcome import Measured
         from fagen.device import KNOWN_DEVICES
         from fagen.problem import Problem
-        from fagen.search import LegalSet, Study
+        from fagen.legal import LegalSet
+        from fagen.search import Study
         from fagen.studies import open_storage
         legal = LegalSet(Problem(dtype="bf16", head_dim=64),
                          KNOWN_DEVICES[{DEVICE.name!r}], {TEMPLATE!r}, fixed={FIXED!r})

@@ -6,9 +6,11 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from records import some_record
@@ -16,12 +18,14 @@ from records import some_record
 from fagen import candidates, finals, prediction
 from fagen import tuner as tuning
 from fagen.blocklist import Blocklist
+from fagen.candidates import known_configs
 from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig
-from fagen.device import KNOWN_DEVICES, architecture
+from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.events import (
     Event,
+    ModelJudged,
     Notice,
     PhaseChanged,
     RecordSaved,
@@ -31,12 +35,12 @@ from fagen.events import (
 )
 from fagen.model import predict
 from fagen.outcome import Measured, Outcome, Rejected
-from fagen.problem import Problem, Shape
+from fagen.problem import Problem, Shape, standard_shape
 from fagen.report import summarise
 from fagen.space import default_config, why_illegal
-from fagen.store import load_records, save_records
+from fagen.store import Card, load_records, save_records
 from fagen.studies import default_storage, last_storage, open_storage, read_studies
-from fagen.tasks import Task, standard_tasks
+from fagen.tasks import Task, companions, standard_tasks
 from fagen.tuner import TuneResult, estimate_seconds, tune
 from fagen.worker import TORCH, Candidate, DeviceReport, Worker
 
@@ -109,6 +113,7 @@ def run(
         tasks,
         **{
             "trials": 40,
+            "effort": "quick",
             "fixed": FIXED,
             "out": tmp_path / "tuned.yaml",
             "storage": tmp_path / "trials.journal",
@@ -150,6 +155,7 @@ def test_tuning_saves_the_fastest_of_each_shape(tmp_path: Path) -> None:
         "TaskStarted": 1,
         "PhaseChanged": 2,
         "TrialDone": 80,
+        "ModelJudged": 2,
         "RecordSaved": 2,
         "TaskDone": 1,
     }
@@ -292,7 +298,7 @@ def test_a_time_that_is_withdrawn_wins_nothing(tmp_path: Path) -> None:
 
 
 def test_losers_are_given_up_on(tmp_path: Path) -> None:
-    limits: list[tuple[float | None, float]] = []
+    limits: list[tuple[float, float]] = []
 
     class Watched(FakeWorker):
         def evaluate(self, *arguments: Any, **options: Any) -> Outcome:
@@ -302,7 +308,7 @@ def test_losers_are_given_up_on(tmp_path: Path) -> None:
             return outcome
 
     run(tmp_path, Watched(), tasks=[ONE])
-    assert limits[0][0] is None
+    assert limits[0][0] == float("inf")
     best_us = limits[0][1]
     for limit, time_us in limits[1:]:
         assert limit == pytest.approx(1.15 * best_us)
@@ -391,6 +397,7 @@ def test_static_rejections_never_reach_the_gpu(
 
     monkeypatch.setattr(tuning, "compiled_ahead", compiled)
     monkeypatch.setattr(prediction, "compiled_ahead", compiled)
+    monkeypatch.setattr(tuning, "compile_kernel", partial(fake_kernel, spill_bytes=192))
     worker = FakeWorker()
     result, events = run(tmp_path, worker)
     assert all(config.block_n < 128 for config, _ in worker.evaluated)
@@ -439,8 +446,135 @@ def test_ctrl_c_saves_the_best_so_far_and_resume_goes_on(tmp_path: Path) -> None
     started = next(event for event in events if isinstance(event, TaskStarted))
     assert started.resumed == 15
     both = {config for config, _ in first.evaluated} & {config for config, _ in second.evaluated}
-    assert both == set()
+    assert both == {default_config(TASK.problem, H200)}  # what times are relative to, each time
     assert [record.result.trials for record in again.records] == [40, 40]
+
+
+def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
+    """Tiles of 112 keys suit the usual shape, and are slow where the sequence is ragged."""
+    task = Task(TASK.problem, TASK.shapes[:1])
+    (shape,) = task.shapes
+    (ragged,) = companions(shape)
+
+    def fate(config: AnyConfig, at: Shape) -> Outcome:
+        factor = {shape: 0.7, ragged: 1.6}[at] if config.block_n == 112 else 1.0
+        return Measured(time_us=factor * predict(TASK.problem, at, config, H200))
+
+    fixed = FIXED | {"block_n": (112, 128)}
+    quick, full = (
+        run(tmp_path / effort, FakeWorker(fate), [task], effort=effort, fixed=fixed)[0]
+        for effort in ("quick", "full")
+    )
+    best = {}
+    for result in (quick, full):
+        (kept,) = read_studies(result.storage, result.studies)
+        measured = [tried for tried in kept.tried if isinstance(tried.outcome, Measured)]
+        best[result.path] = min(measured, key=lambda tried: tried.objective)
+        default = next(t for t in measured if t.config == default_config(TASK.problem, H200))
+        assert default.objective == 1.0
+    assert best[quick.path].config.block_n == 112
+    tried = best[full.path]
+    assert tried.config.block_n != 112
+    ratios = [
+        predict(TASK.problem, at, tried.config, H200)
+        / predict(TASK.problem, at, default_config(TASK.problem, H200), H200)
+        for at in (shape, ragged)
+    ]
+    assert tried.objective == pytest.approx(np.sqrt(np.prod(ratios)))
+    assert tried.time_us == predict(TASK.problem, shape, tried.config, H200)
+
+
+def test_a_loser_is_not_timed_on_the_ragged_shape(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    run(tmp_path, worker, effort="full")
+    default = default_config(TASK.problem, H200)
+    for shape in TASK.shapes:
+        (ragged,) = companions(shape)
+        on_usual, on_ragged = (
+            [config for config, at in worker.evaluated if at == each] for each in (shape, ragged)
+        )
+        assert 5 < len(on_ragged) < len(on_usual) == 40
+        slowest, base = (
+            max(predict(TASK.problem, shape, config, H200) for config in configs)
+            for configs in (on_ragged, [default])
+        )
+        assert slowest <= 1.15 * base
+
+
+def test_a_default_that_fails_ends_nothing(tmp_path: Path) -> None:
+    default = default_config(TASK.problem, H200)
+    wrong = Rejected(kind="wrong", reason="output is off by 1")
+    worker = FakeWorker(lambda config, shape: wrong if config == default else None)
+    result, _ = run(tmp_path, worker, effort="full")
+    assert len(result.records) == 2
+    assert sum(count for (config, _), count in worker.evaluated.items() if config == default) == 1
+
+
+def test_the_model_is_judged_at_the_end(tmp_path: Path) -> None:
+    """Against times that are its own: the order is right, and is kept."""
+    result, events = run(tmp_path)
+    judged = [event for event in events if isinstance(event, ModelJudged)]
+    assert [event.shape for event in judged] == list(TASK.shapes)
+    for event, kept in zip(judged, read_studies(result.storage, result.studies), strict=True):
+        assert event.static == pytest.approx(1.0)
+        assert event.corrected is not None
+        assert event.corrected > 0.95
+        assert event.measured == 40
+        assert kept.about["spearman"] == {"static": event.static, "corrected": event.corrected}
+    assert all(
+        event.corrected is None
+        for event in run(tmp_path, sampler="random", trials=5)[1]
+        if isinstance(event, ModelJudged)
+    )
+
+
+@pytest.mark.parametrize("what", ["device", "ragged_shapes"])
+def test_a_study_of_another_card_or_effort_does_not_go_on(tmp_path: Path, what: str) -> None:
+    """The card has the same name: one that is clocked lower, say."""
+
+    class Slower(FakeWorker):
+        def describe_device(self) -> DeviceReport:
+            return DeviceReport(device=H200.model_copy(update={"clock_mhz": 1200}), driver="13.0")
+
+    run(tmp_path, trials=5)
+    worker, effort = (Slower(), "quick") if what == "device" else (FakeWorker(), "full")
+    with pytest.raises(ArgumentError, match=f"cannot go on: its {what} was"):
+        run(tmp_path, worker, trials=10, resume=True, effort=effort)
+    run(tmp_path, worker, trials=10, effort=effort)  # a new one
+
+
+def test_records_seed_other_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other head dims too, as far as they are legal there."""
+    out = tmp_path / "tuned.yaml"
+    monkeypatch.setenv("FAGEN_CONFIG", str(out))  # no shipped records
+    problem = Problem(dtype="fp16", head_dim=64)
+    alike = default_config(problem, H200).model_copy(update={"block_n": 96})
+    other = default_config(TASK.problem, H200).model_copy(update={"block_n": 80})
+    illegal = default_config(problem, H200).model_copy(update={"block_n": 256, "stages": 4})
+    shape = standard_shape(128, 512, 512)
+    for record in (
+        some_record(problem, alike),
+        some_record(problem, illegal, seqlen=512),
+        some_record(TASK.problem.model_copy(update={"causal": False}), other),
+    ):
+        save_records(out, [record])
+    assert known_configs(TASK.problem, [shape], "forward_sm90", H200, out) == [
+        other,
+        alike.model_copy(update={"block_k": 128}),
+    ]
+
+
+def test_records_of_another_architecture_seed_a_template_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "tuned.yaml"
+    monkeypatch.setenv("FAGEN_CONFIG", str(out))
+    problem, shape = Problem(dtype="fp16", head_dim=64), standard_shape(64, 512, 512)
+    a100 = typical_device(architecture("sm80"))
+    config = default_config(problem, a100).model_copy(update={"block_n": 80})
+    save_records(out, [some_record(problem, config, card=Card.of(a100))])
+    assert known_configs(problem, [shape], "forward_sm80", H200, out) == [config]
+    assert known_configs(problem, [shape], "forward_sm90", H200, out) == []
 
 
 def test_a_callback_ends_the_search_and_keeps_the_best(tmp_path: Path) -> None:
@@ -465,8 +599,9 @@ def test_two_cards_find_what_one_does(tmp_path: Path) -> None:
     workers = [FakeWorker(), FakeWorker()]
     two, _ = run(tmp_path / "two", workers=workers, **options)
     evaluated = workers[0].evaluated + workers[1].evaluated
+    default = default_config(TASK.problem, H200)  # which each card is compared with
     assert len(evaluated) > 20
-    assert set(evaluated.values()) == {1}
+    assert {count for (config, _), count in evaluated.items() if config != default} == {1}
     assert all(worker.evaluated for worker in workers)
     assert not workers[1].compared
     assert [r.config for r in two.records] == [r.config for r in one.records]
@@ -577,10 +712,25 @@ def test_standard_tasks() -> None:
     assert {shape.heads_kv for shape in grouped[0].shapes} == {8}
 
 
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 100, 512, 700, 3000, 4096, 8192, 65536])
+@pytest.mark.parametrize("batch", [1, 2, 3, 32])
+def test_companions_are_ragged_shapes_of_the_bucket(seqlen: int, batch: int) -> None:
+    for seqlen_q in (1, seqlen):
+        shape = Shape(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen, heads_q=16, heads_kv=4)
+        found = companions(shape)
+        assert len(found) == (seqlen > 2)
+        for ragged in found:
+            assert ragged.bucket() == shape.bucket()
+            assert ragged.seqlen_k % 2 == 1
+            assert (ragged.seqlen_q == ragged.seqlen_k) == (seqlen_q == seqlen)
+            assert 0.6 < ragged.flops(TASK.problem) / shape.flops(TASK.problem) < 1.7
+
+
 def test_estimates_grow_with_the_work() -> None:
     tasks = standard_tasks()
     assert estimate_seconds(tasks, 100) > 2 * estimate_seconds(tasks[:5], 100)
     assert estimate_seconds(tasks, 100) > estimate_seconds(tasks, 50)
+    assert estimate_seconds(tasks) > 1.5 * estimate_seconds(tasks, effort="quick")
     assert estimate_seconds(tasks, measured=False) < estimate_seconds(tasks)
 
 

@@ -44,6 +44,8 @@ def recorded(config: AnyConfig) -> float:
 
 def evaluate(compiled: Any, problem: Problem, config: AnyConfig, *rest: Any) -> Outcome:
     """Runs in the worker: notes its process and the config, and takes its time."""
+    if config.block_m != FIXED["block_m"]:  # the default, which times are compared with
+        return Measured(time_us=recorded(config))
     with Path(os.environ["TUNING_LOG"]).open("a") as file:
         file.write(f"{os.getpid()} {config}\n")
     time.sleep(float(os.environ.get("TUNING_SECONDS", "0")))
@@ -76,6 +78,7 @@ def tune_recorded(folder: Path, *, seqlen: int = 512, **options: Any) -> TuneRes
             "out": folder / "tuned.yaml",
             "resume": True,
             "processes": 1,
+            "effort": "quick",
             "workers": [worker],
         }
         return tune(**defaults | options)
