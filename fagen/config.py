@@ -166,6 +166,8 @@ class Sm90Forward(_Config):
         overlap: within a warpgroup, the softmax of one block runs under the products of the
             next (FlashAttention-3, section 3.2).
         persistent: as many thread blocks as fit the GPU, each looping over tiles.
+        q_stages: buffers for Q, through which O leaves; with two, the next tile's Q arrives while
+            this tile's O is still there. For a persistent grid.
         p_in_smem: P goes through shared memory to the second product, not through registers.
     """
 
@@ -174,6 +176,7 @@ class Sm90Forward(_Config):
     ping_pong: bool = True
     overlap: bool = True
     persistent: bool = False
+    q_stages: int = Field(default=1, ge=1, le=2)
     p_in_smem: bool = False
 
     @property
@@ -204,9 +207,11 @@ class Sm90Forward(_Config):
         q, ring = self.tile_bytes(problem)
         p = self.block_m * round_up(self.block_n, 64) * ELEMENT_BYTES if self.p_in_smem else 0
         slices = self.head_dim_padded(problem) // self.block_k
-        # Q: full per slice, empty. Each stage: K full per slice, K empty, V full, V empty.
-        barriers = (slices + 1) + self.stages * (slices + 3)
-        return round_up(q + ring + p + barriers * BARRIER_BYTES, SMEM_ALIGNMENT)
+        # Each stage of Q: full per slice, empty. Of K and V: K full per slice, K empty, V full,
+        # V empty.
+        barriers = self.q_stages * (slices + 1) + self.stages * (slices + 3)
+        size = self.q_stages * q + ring + p + barriers * BARRIER_BYTES
+        return round_up(size, SMEM_ALIGNMENT)
 
     def accumulator_registers(self, problem: Problem) -> int:
         both = self.overlap and not self.p_in_smem  # S of one block beside P of the last

@@ -62,7 +62,8 @@ COLLISION = 0.3  # softmax that meets each other warpgroup's if nobody orders th
 
 # A tile and a grid.
 TILE_CYCLES = 3200.0  # starting a block, first loads, storing O: fit
-PERSISTENT_TILE = 0.2  # share of it that is left where the next tile's loads run early: fit
+# Share of it that is left where the next tile's loads run early, by buffers for Q: fit.
+PERSISTENT_TILE = {1: 0.2, 2: 0.0}
 STATIC_TILE_KEYS = 64  # the same in keys, where tiles are dealt out beforehand
 L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys just then: fit
 TAIL_FULL = 0.65  # share of the last wave's idle time that is really lost: fit
@@ -126,8 +127,9 @@ def grouped_heads(problem: Problem, shape: Shape) -> int:
 def static_imbalance(
     problem: Problem, shape: Shape, block_m: int, slots: int, grouped: bool
 ) -> float:
-    """Work of the busiest block of a persistent causal grid, over the mean: tile i goes to block
-    i % slots whatever its length, in the order of templates/schedule.cuh.
+    """Work of the busiest block of a persistent causal grid, over the mean: each wave of tiles is
+    dealt out whatever their lengths, in the order of templates/schedule.cuh, and backwards every
+    other time if heads are not grouped.
     """
     heads = shape.batch * shape.heads_q
     tiles = -(-shape.seqlen_q // block_m)
@@ -139,7 +141,10 @@ def static_imbalance(
         rank = within // np.minimum(together, heads - group * together)
     rows = np.minimum((tiles - rank) * block_m, shape.seqlen_q)
     keys = np.clip(rows + shape.seqlen_k - shape.seqlen_q, 0, shape.seqlen_k) + STATIC_TILE_KEYS
-    work = np.bincount(index % slots, weights=keys, minlength=slots)
+    wave, block = np.divmod(index, slots)
+    if not grouped:
+        block = np.where(wave % 2, slots - 1 - block, block)
+    work = np.bincount(block, weights=keys, minlength=slots)
     return float(work.max() / work.mean())
 
 
@@ -172,6 +177,12 @@ def resident_blocks(
 
 def _persistent(config: AnyConfig) -> bool:
     return isinstance(config, Sm90Forward) and config.persistent
+
+
+def _share_of_start(config: AnyConfig) -> float:
+    if isinstance(config, Sm90Forward) and config.persistent:
+        return PERSISTENT_TILE[config.q_stages]
+    return 1.0
 
 
 def readers_of_keys(
@@ -408,8 +419,7 @@ def kernel_of(
     persistent = _persistent(config)
     readers = readers_of_keys(problem, shape, config, head.tiles, slots)
     unshared = L2_UNSHARED / math.sqrt(readers)
-    start = TILE_CYCLES * (PERSISTENT_TILE if persistent else 1.0)
-    start += slice_cycles(config, problem)
+    start = TILE_CYCLES * _share_of_start(config) + slice_cycles(config, problem)
     step = step_of(problem, config, device, head.masked / head.total, resources)
 
     def tile(steps: float, blocks: int) -> float:

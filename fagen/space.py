@@ -80,6 +80,7 @@ def _all_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
         "overlap": (True, False),
         "ping_pong": (True, False),
         "persistent": (False, True),
+        "q_stages": (1, 2),
         **shared,
     }
 
@@ -128,6 +129,12 @@ def _rows(c: Any, p: Problem, d: Device) -> str | None:
 def _turns(c: Any, p: Problem, d: Device) -> str | None:
     if c.ping_pong and c.block_m < 128:
         return "ping_pong needs two consumer warpgroups: block_m of at least 128"
+    return None
+
+
+def _q_stages(c: Any, p: Problem, d: Device) -> str | None:
+    if c.q_stages > 1 and not c.persistent:
+        return "q_stages=2 needs persistent: a block that computes one tile loads one Q"
     return None
 
 
@@ -191,6 +198,9 @@ def _accumulators(c: Any, p: Problem, d: Device) -> str | None:
 
 _SM80_REGISTERS = ("block_m", "block_n", "block_k", "warps", "min_blocks_per_sm", "q_in_registers")
 _SM90_THREADS = ("block_m", "producer_registers", "min_blocks_per_sm")
+_SM90_SMEM = (
+    "block_m", "block_n", "block_k", "stages", "q_stages", "min_blocks_per_sm", "p_in_smem",
+)  # fmt: skip
 RULES: dict[str, tuple[Rule, ...]] = {
     "forward_sm80": (
         Rule((), _template_runs),
@@ -210,7 +220,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(_SM90_THREADS, _register_pool),
         Rule((*_SM90_THREADS, "block_n", "p_in_smem"), _wgmma),
         Rule((*_SM90_THREADS, "block_n", "overlap", "p_in_smem"), _accumulators),
-        Rule(("block_m", "block_n", "block_k", "stages", "min_blocks_per_sm", "p_in_smem"), _smem),
+        Rule(("persistent", "q_stages"), _q_stages),
+        Rule(_SM90_SMEM, _smem),
     ),
 }
 

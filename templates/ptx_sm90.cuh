@@ -76,9 +76,11 @@ DEVICE void tma_store(const TensorMap* map, const void* shared, int column, int 
       : "memory");
 }
 
-// Until TMA has read what this thread's stores take from shared memory.
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until TMA has read what this thread's committed stores take from shared memory.
 DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.

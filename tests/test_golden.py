@@ -36,7 +36,15 @@ GOLDENS = {
     **golden("sm80", Problem(dtype="fp16", head_dim=40, alignment=2), host=True),
     **golden("sm90", Problem(dtype="bf16", head_dim=128, causal=True), host=True),
     **golden("sm90", Problem(dtype="fp16", head_dim=64), p_in_smem=True),
-    **golden("sm90", Problem(dtype="bf16", head_dim=256), persistent=True, lazy_rescale=True),
+    **golden(
+        "sm90",
+        Problem(dtype="bf16", head_dim=256),
+        block_n=64,
+        stages=1,
+        persistent=True,
+        q_stages=2,
+        lazy_rescale=True,
+    ),
 }
 
 

@@ -45,6 +45,20 @@ CONFIGS = {
     "three turns": Sm90Forward(
         block_m=192, block_n=64, block_k=32, stages=3, producer_registers=32, persistent=True
     ),
+    "two buffers for Q": Sm90Forward(
+        block_m=128, block_n=64, block_k=64, stages=2, persistent=True, q_stages=2
+    ),
+    "two buffers, in turn with a head": Sm90Forward(
+        block_m=64,
+        block_n=48,
+        block_k=32,
+        stages=1,
+        ping_pong=False,
+        overlap=False,
+        persistent=True,
+        q_stages=2,
+        head_grouping=False,
+    ),
     "serial": Sm90Forward(
         block_m=128, block_n=48, block_k=64, stages=1, overlap=False, persistent=True
     ),
@@ -90,7 +104,7 @@ def differing_runs(kernel: LoadedKernel, runs: int) -> int:
 
     config = kernel.config
     assert isinstance(config, Sm90Forward)
-    shape = (2, 700, 8, PROBLEM.head_dim)
+    shape = (4, 700, 32, PROBLEM.head_dim)  # several tiles for each block of a persistent grid
     rng = np.random.default_rng(0)
 
     def view(array: cupy.ndarray) -> TensorView:
@@ -121,15 +135,19 @@ def test_bits_do_not_depend_on_timing(config: Sm90Forward) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "barrier",
+    ("name", "barrier"),
     [
-        "mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);",
-        "mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);",
+        ("ping-pong", "mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);"),
+        (
+            "ping-pong",
+            "mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);",
+        ),
+        ("serial", "mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);"),
     ],
-    ids=["V full", "K full"],
+    ids=["V full", "K full", "Q empty"],
 )
-def test_a_missing_barrier_shows(barrier: str) -> None:
-    config = CONFIGS["ping-pong"]
+def test_a_missing_barrier_shows(name: str, barrier: str) -> None:
+    config = CONFIGS[name]
     source = with_jitter(without(render(PROBLEM, config), barrier))
     assert differing_runs(load(source, config), runs=20) > 0
 

@@ -25,7 +25,7 @@ PROBLEM = Problem(dtype="bf16", head_dim=64)
 # Roomy enough that each axis can change alone.
 BASES: dict[str, AnyConfig] = {
     "forward_sm80": Sm80Forward(block_m=64, block_n=32, block_k=64, stages=1),
-    "forward_sm90": Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2),
+    "forward_sm90": Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2, persistent=True),
 }
 
 

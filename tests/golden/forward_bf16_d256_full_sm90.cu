@@ -1,8 +1,8 @@
 // forward_bf16_d256_full_sm90.cu, written by fagen VERSION for sm90.
 //
-//   config  forward_sm90 128x80x256 stages=2 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent
+//   config  forward_sm90 128x64x256 stages=1 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent q_stages=2
 //   tuned   config chosen by hand, not tuned
-//   launch  384 threads, 230400 bytes of dynamic shared memory; forward_bf16_d256_full_sm90_host.cu does it
+//   launch  384 threads, 197632 bytes of dynamic shared memory; forward_bf16_d256_full_sm90_host.cu does it
 //   build   nvcc -std=c++17 -arch=sm_90a -c forward_bf16_d256_full_sm90.cu
 
 // fagen_forward_bf16_d256_full: forward attention, bf16, head dim 256, full mask.
@@ -12,7 +12,7 @@
 // them with wgmma and keep scores, probabilities and output in registers.
 //
 // Written by fagen from forward_sm90.cu.j2 with the config
-//   forward_sm90 128x80x256 stages=2 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent
+//   forward_sm90 128x64x256 stages=1 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap persistent q_stages=2
 
 // Hopper's own instructions, one per function: mbarrier, TMA, setmaxnreg, wgmma bookkeeping.
 // One PTX instruction per function, with types. Policy lives in the kernels.
@@ -208,9 +208,11 @@ DEVICE void tma_store(const TensorMap* map, const void* shared, int column, int 
       : "memory");
 }
 
-// Until TMA has read what this thread's stores take from shared memory.
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until TMA has read what this thread's committed stores take from shared memory.
 DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
@@ -263,9 +265,10 @@ using Element = Bfloat16;
 constexpr int kHeadDim = 256;  // columns of Q, K, V and O
 constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
 constexpr int kBlockM = 128;  // rows of Q per tile
-constexpr int kBlockN = 80;  // keys per step
+constexpr int kBlockN = 64;  // keys per step
 constexpr int kBlockK = 256;  // columns of Q and K that one barrier carries
-constexpr int kStages = 2;  // depth of the K ring and of the V ring
+constexpr int kStages = 1;  // depth of the K ring and of the V ring
+constexpr int kQStages = 2;  // buffers for Q, through which O leaves: 2 let the next tile's Q come meanwhile
 constexpr int kConsumerWarpgroups = 2;  // 64 rows each
 constexpr int kProducerRegisters = 24;  // per thread after the shift; 0: one warp, no shift
 constexpr int kConsumerRegisters = 240;  // per thread after the shift
@@ -289,17 +292,17 @@ constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
 // wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
 // D is 64 rows of a warpgroup, in float; a product of kN columns and depth 16 per call.
 
-// D(64 x 80) = A(64 x 16, shared memory) * B(16 x 80, shared memory), plus D if accumulate
-DEVICE void wgmma_qk(float (&d)[40], u64 a, u64 b, bool accumulate) {
+// D(64 x 64) = A(64 x 16, shared memory) * B(16 x 64, shared memory), plus D if accumulate
+DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %42, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}, "
-      "%40, %41, accumulate, 1, 1, 0, 0;\n"
+      "setp.ne.b32 accumulate, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, accumulate, 1, 1, 0, 0;\n"
       "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -512,15 +515,15 @@ using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
 using KvTile = SwizzledTile<kBlockN, kChunk>;
 
 struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzle
-  Element q[kBlockM * kHeadDimPadded];
+  Element q[kQStages][kBlockM * kHeadDimPadded];
   Element k[kStages][kBlockN * kHeadDimPadded];
   Element v[kStages][kBlockN * kHeadDimPadded];
-  u64 q_full[kSlices], q_empty;
+  u64 q_full[kQStages][kSlices], q_empty[kQStages];
   u64 k_full[kStages][kSlices], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
 };
 
-static_assert(sizeof(SharedStorage) == 230400, "fagen/config.py computed another size");
+static_assert(sizeof(SharedStorage) == 197632, "fagen/config.py computed another size");
 static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
 static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
 static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
@@ -536,12 +539,13 @@ struct Constant {
 };
 
 // A position in a ring of buffers and the parity of its barriers.
+template <int kDepth>
 struct RingPosition {
   int stage = 0;
   u32 parity = 0;
 
   DEVICE void advance() {
-    if (++stage == kStages) {
+    if (++stage == kDepth) {
       stage = 0;
       parity ^= 1;
     }
@@ -556,8 +560,13 @@ DEVICE int visible_blocks(const Tile& tile, const Params& params) {
 
 template <typename Visit>
 DEVICE void for_each_tile(const Params& params, Visit visit) {
-  for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    visit(tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
+  for (int first = 0; first < params.tiles; first += gridDim.x) {
+    int index = first + blockIdx.x;
+    // Every other wave backwards: who had one of the longest tiles gets one of the shortest.
+    if (kPersistent && kCausal && !kHeadGrouping && first / gridDim.x % 2 == 1) {
+      index = first + gridDim.x - 1 - blockIdx.x;
+    }
+    if (index < params.tiles) visit(tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
     if (!kPersistent) return;
   }
 }
@@ -567,22 +576,23 @@ DEVICE void for_each_tile(const Params& params, Visit visit) {
 DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorMap& k_map,
                     const TensorMap& v_map, const Params& params) {
   const int q_heads_per_kv_head = params.heads_q / params.heads_kv;
-  RingPosition ring;
-  u32 q_parity = 1;  // a new barrier counts as having ended parity 1: the first wait passes
+  RingPosition<kStages> ring;
+  RingPosition<kQStages> q_ring;
 
   for_each_tile(params, [&](const Tile& tile) {
     const int kv_head = tile.head / q_heads_per_kv_head;
 
     auto load_q = [&] {
-      mbarrier_wait(&shared.q_empty, q_parity);  // the last tile's O has left Q's place
-      q_parity ^= 1;
+      // A new barrier counts as having ended parity 1; then, until an older tile's O has left.
+      mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
 #pragma unroll
       for (int column = 0; column < kHeadDimPadded; column += kChunk) {
-        u64* full = &shared.q_full[column / kBlockK];
+        u64* full = &shared.q_full[q_ring.stage][column / kBlockK];
         if (column % kBlockK == 0) mbarrier_arrive_expect(full, kQTileBytes / kSlices);
-        tma_load(shared.q + QTile::offset(0, column), &q_map, column, tile.first_row, tile.head,
-                 tile.batch, full);
+        tma_load(shared.q[q_ring.stage] + QTile::offset(0, column), &q_map, column,
+                 tile.first_row, tile.head, tile.batch, full);
       }
+      q_ring.advance();
     };
     auto load_k = [&](int block) {
       mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
@@ -609,7 +619,7 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
     if (last_block < 0) load_q();  // nothing to multiply, but the consumers count on it
     for (int block = last_block; block >= 0; --block) {
       load_k(block);
-      if (block == last_block) load_q();  // after K: Q's place may still hold the last tile's O
+      if (block == last_block) load_q();  // after K: Q's place may still hold O
       load_v(block);
       ring.advance();
     }
@@ -625,12 +635,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int lane_row = warpgroup * 64 + warp * 16 + lane / 4;  // and lane_row + 8, within the tile
   const float scale_log2 = params.scale_log2;
-  RingPosition k_ring, v_ring;
-  u32 q_parity = 0;
+  RingPosition<kStages> k_ring, v_ring;
+  RingPosition<kQStages> q_ring;
 
   // Q and K lie with the product's depth (the head dim) contiguous, V with its width.
   const u64 q_descriptor = matrix_descriptor<kChunkBytes>(
-      shared.q + warpgroup * 64 * kChunk, 16, 8 * kChunkBytes);
+      shared.q[0] + warpgroup * 64 * kChunk, 16, 8 * kChunkBytes);
   const u64 k_descriptor = matrix_descriptor<kChunkBytes>(shared.k[0], 16, 8 * kChunkBytes);
   const u64 v_descriptor =
       matrix_descriptor<kChunkBytes>(shared.v[0], kBlockN * kChunkBytes, 8 * kChunkBytes);
@@ -639,6 +649,15 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   // Every warp arrives: each has its own view of when its products are done.
   auto release = [&](u64* empty) {
     if (lane == 0) mbarrier_arrive(empty);
+  };
+  // Lets the producer have the buffer that the last O leaves through, once it has left.
+  u64* leaving = nullptr;
+  auto free_q = [&] {
+    if (leaving != nullptr && threadIdx.x % 128 == 0) {
+      tma_store_wait_read();
+      mbarrier_arrive(leaving);
+    }
+    leaving = nullptr;
   };
   auto wait_for_turn = [&] {
     if (kPingPong) barrier_sync(kTurnBarrier + warpgroup, 256);
@@ -667,11 +686,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // S = Q K^T, slice by slice as they arrive.
     auto multiply_qk = [&](bool first) {
+      const u64 q_stage = q_descriptor + q_ring.stage * (kQTileBytes >> 4);
       const u64 k_stage = k_descriptor + k_ring.stage * (kKvTileBytes >> 4);
 #pragma unroll
       for (int column = 0; column < kHeadDim; column += 16) {
         if (column % kBlockK == 0) {
-          if (first) mbarrier_wait(&shared.q_full[column / kBlockK], q_parity);
+          if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);
           mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
           if (column == 0) {
             wait_for_turn();
@@ -680,9 +700,10 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
         }
         const int q_offset = QTile::offset(0, column) * sizeof(Element);
         const int k_offset = KvTile::offset(0, column) * sizeof(Element);
-        wgmma_qk(s, q_descriptor + (q_offset >> 4), k_stage + (k_offset >> 4), column > 0);
+        wgmma_qk(s, q_stage + (q_offset >> 4), k_stage + (k_offset >> 4), column > 0);
       }
       wgmma_commit();
+      if (kQStages > 1 && first) free_q();
     };
 
     // O += P V
@@ -775,9 +796,11 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     } else {
       // No key, but Q was loaded: its arrival must be seen before its place is reused.
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(&shared.q_full[slice], q_parity);
+      for (int slice = 0; slice < kSlices; ++slice) {
+        mbarrier_wait(&shared.q_full[q_ring.stage][slice], q_ring.parity);
+      }
+      if (kQStages > 1) free_q();
     }
-    q_parity ^= 1;
 
     float inverse_sum[2], lse[2];
     softmax.finish(scale_log2, inverse_sum, lse);
@@ -789,11 +812,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     }
 
     // O goes out by TMA from this warpgroup's rows of Q, which nobody reads any more.
+    Element* const staged = shared.q[q_ring.stage];
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; i += 2) {
       const int j = fragment_row(i);
       const int column = 8 * (i / 4) + 2 * (lane % 4);
-      *reinterpret_cast<u32*>(shared.q + QTile::offset(lane_row + 8 * j, column)) =
+      *reinterpret_cast<u32*>(staged + QTile::offset(lane_row + 8 * j, column)) =
           pack<Element>(o[i] * inverse_sum[j], o[i + 1] * inverse_sum[j]);
     }
     fence_proxy_async();
@@ -802,14 +826,17 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       const int first_row = tile.first_row + warpgroup * 64;
 #pragma unroll
       for (int column = 0; column < kHeadDim; column += kChunk) {
-        tma_store(&o_map, shared.q + QTile::offset(warpgroup * 64, column), column, first_row,
+        tma_store(&o_map, staged + QTile::offset(warpgroup * 64, column), column, first_row,
                   tile.head, tile.batch);
       }
-      tma_store_wait_read();
-      mbarrier_arrive(&shared.q_empty);
+      tma_store_commit();
     }
+    leaving = &shared.q_empty[q_ring.stage];
+    if (kQStages == 1) free_q();
+    q_ring.advance();
   });
 
+  if (kQStages > 1) free_q();  // a block's shared memory must outlive TMA's reads of it
   // The last turn that was passed on is still to be taken.
   if (warpgroup == 0) wait_for_turn();
 }
@@ -825,8 +852,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     tma_prefetch(&q_map);
     tma_prefetch(&k_map);
     tma_prefetch(&v_map);
-    for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.q_full[slice], 1);
-    mbarrier_init(&shared.q_empty, kConsumerWarpgroups);
+    for (int stage = 0; stage < kQStages; ++stage) {
+      for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.q_full[stage][slice], 1);
+      mbarrier_init(&shared.q_empty[stage], kConsumerWarpgroups);
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.k_full[stage][slice], 1);
       mbarrier_init(&shared.k_empty[stage], kConsumerWarpgroups * 4);
