@@ -166,6 +166,8 @@ class Sm90Forward(_Config):
         overlap: within a warpgroup, the softmax of one block runs under the products of the
             next (FlashAttention-3, section 3.2).
         persistent: as many thread blocks as fit the GPU, each looping over tiles.
+        dynamic_tiles: a persistent block draws its next tile from a counter in device memory,
+            instead of taking each so many-th.
         q_stages: buffers for Q, through which O leaves; with two, the next tile's Q arrives while
             this tile's O is still there. For a persistent grid.
         p_in_smem: P goes through shared memory to the second product, not through registers.
@@ -176,6 +178,7 @@ class Sm90Forward(_Config):
     ping_pong: bool = True
     overlap: bool = True
     persistent: bool = False
+    dynamic_tiles: bool = False
     q_stages: int = Field(default=1, ge=1, le=2)
     p_in_smem: bool = False
 
@@ -210,7 +213,8 @@ class Sm90Forward(_Config):
         # Each stage of Q: full per slice, empty. Of K and V: K full per slice, K empty, V full,
         # V empty.
         barriers = self.q_stages * (slices + 1) + self.stages * (slices + 3)
-        size = self.q_stages * q + ring + p + barriers * BARRIER_BYTES
+        tiles = 4 * self.q_stages
+        size = self.q_stages * q + ring + p + barriers * BARRIER_BYTES + tiles
         return round_up(size, SMEM_ALIGNMENT)
 
     def accumulator_registers(self, problem: Problem) -> int:

@@ -165,6 +165,21 @@ def prepare_kernel(kernel: int, smem_bytes: int, device_index: int) -> None:
         check(cu.cuFuncLoad(check(cu.cuKernelGetFunction(handle))))
 
 
+def allocate_zeros(size: int) -> int:
+    """Memory of the current device that is kept until exit; returns its address.
+
+    Waits for nothing that other streams do, and may run while one captures a graph.
+    """
+    cu = _cu()
+    with _capture_allowed():
+        address = check(cu.cuMemAlloc(size))
+        stream = check(cu.cuStreamCreate(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        check(cu.cuMemsetD8Async(address, 0, size, stream))
+        check(cu.cuStreamSynchronize(stream))
+        check(cu.cuStreamDestroy(stream))
+    return int(address)
+
+
 @contextmanager
 def _capture_allowed() -> Iterator[None]:
     """Lets this thread load code while a stream captures a CUDA graph, which forbids it else."""
@@ -202,6 +217,8 @@ class HotCalls:
             takes 1.85.
         launch: cuLaunchKernelEx(config, kernel, parameters, extra).
         get_context: cuCtxGetCurrent(out).
+        is_capturing: cuStreamIsCapturing(stream, out).
+        get_stream_id: cuStreamGetId(stream, out).
     """
 
     def __init__(self, path: str) -> None:
@@ -217,6 +234,8 @@ class HotCalls:
             )
             self.replace_address = _bind(holding.cuTensorMapReplaceAddress, pointer, pointer)
             self.get_context = _bind(holding.cuCtxGetCurrent, pointer)
+            self.is_capturing = _bind(holding.cuStreamIsCapturing, pointer, pointer)
+            self.get_stream_id = _bind(holding.cuStreamGetId, pointer, pointer)
             self.launch = _bind(releasing.cuLaunchKernelEx, *(pointer,) * 4)
         except (OSError, AttributeError) as error:
             raise _no_driver(str(error)) from None
@@ -241,3 +260,17 @@ def check_status(status: int) -> None:
         from cuda.bindings.driver import CUresult
 
         check((CUresult(status),))
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream captures a CUDA graph."""
+    status = ctypes.c_int()
+    check_status(hot_calls().is_capturing(stream, ctypes.byref(status)))
+    return status.value != 0
+
+
+def stream_id(stream: int) -> int:
+    """A stream's number, which no later stream of the process will have."""
+    number = ctypes.c_uint64()
+    check_status(hot_calls().get_stream_id(stream, ctypes.byref(number)))
+    return number.value

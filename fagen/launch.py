@@ -19,6 +19,7 @@ from typing import NamedTuple
 from fagen import driver
 from fagen.compile import Compiled, Resources
 from fagen.config import ELEMENT_BYTES, AnyConfig, Sm90Forward
+from fagen.counters import tile_counter
 from fagen.errors import ArgumentError, UnsupportedError
 from fagen.problem import Problem
 
@@ -217,6 +218,7 @@ class LoadedKernel:
             maps,
             params,
             device_index,
+            draws_tiles=isinstance(self.config, Sm90Forward) and self.config.dynamic_tiles,
         )
 
 
@@ -281,8 +283,9 @@ class Plan:
 
     __slots__ = (
         "_buffer", "_config", "_config_at", "_context", "_context_found", "_context_out",
-        "_device_index", "_encoded", "_get_context", "_kernel", "_launch", "_map_addresses",
-        "_maps", "_parameters", "_params_offset", "_replace_address", "_scale_log2", "empty",
+        "_counter", "_device_index", "_draws_tiles", "_encoded", "_get_context", "_kernel",
+        "_launch", "_map_addresses", "_maps", "_parameters", "_params_offset",
+        "_replace_address", "_scale_log2", "empty",
     )  # fmt: skip
 
     def __init__(
@@ -294,6 +297,8 @@ class Plan:
         maps: tuple[TensorMap, ...],
         params: bytes,
         device_index: int,
+        *,
+        draws_tiles: bool,
     ) -> None:
         calls = driver.hot_calls()
         self._launch: Callable[..., int] = calls.launch
@@ -311,7 +316,7 @@ class Plan:
         self._context_out = ctypes.c_void_p(ctypes.addressof(self._context_found))
 
         # Kernel arguments: the maps of Q, K, V and O, each 128 bytes at a multiple of 128, if the
-        # kernel has maps; then the parameters.
+        # kernel has maps; the parameters; the tile counter of a kernel with maps.
         kernel_maps = 4 if maps else 0
         self._params_offset = MAP_BYTES * kernel_maps
         size = self._params_offset + len(params)
@@ -321,6 +326,10 @@ class Plan:
         self._buffer[self._params_offset :] = params
         base = ctypes.addressof(space) + first
         places = [base + MAP_BYTES * i for i in range(kernel_maps + 1)]
+        self._draws_tiles = draws_tiles
+        self._counter = ctypes.c_void_p()
+        if maps:
+            places.append(ctypes.addressof(self._counter))
         self._parameters = (ctypes.c_void_p * len(places))(*places)
         self._scale_log2 = 0.0
         self._maps = maps
@@ -356,6 +365,8 @@ class Plan:
                     driver.check_status(status)
         else:
             self._encode(addresses)
+        if self._draws_tiles:
+            self._counter.value = tile_counter(self._device_index, self._config.stream or 0)
         if status := self._launch(self._config_at, self._kernel, self._parameters, None):
             driver.check_status(status)
 

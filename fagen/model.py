@@ -179,6 +179,10 @@ def _persistent(config: AnyConfig) -> bool:
     return isinstance(config, Sm90Forward) and config.persistent
 
 
+def _draws_tiles(config: AnyConfig) -> bool:
+    return isinstance(config, Sm90Forward) and config.dynamic_tiles
+
+
 def _share_of_start(config: AnyConfig) -> float:
     if isinstance(config, Sm90Forward) and config.persistent:
         return PERSISTENT_TILE[config.q_stages]
@@ -433,7 +437,7 @@ def kernel_of(
         left = -(-rest // device.sm_count)  # blocks per SM in the last wave
         whole_waves = waves * mean + (tile(mean_steps, left) if left else 0.0)
         total += (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
-    elif persistent:
+    elif persistent and not _draws_tiles(config):
         grouped = config.head_grouping
         total *= static_imbalance(problem, shape, config.block_m, slots, grouped)
     else:

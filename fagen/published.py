@@ -16,12 +16,14 @@ from fagen.space import axes, default_config, why_illegal
 _SMALL_BLOCK: dict[str, Any] = {"block_m": 64, "producer_registers": 0, "ping_pong": False}
 _THREE_WARPGROUPS: dict[str, Any] = {"block_m": 192, "producer_registers": 32}
 _TWO_QS: dict[str, Any] = {"persistent": True, "q_stages": 2, "head_grouping": False}
+_DRAWN_TILES: dict[str, Any] = {"persistent": True, "q_stages": 2, "dynamic_tiles": True}
 
 # By template: (head dims up to, axes beside the template's defaults).
 _KNOWN: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
     "forward_sm90": (
         (64, _THREE_WARPGROUPS | {"block_n": 128}),
         (64, _THREE_WARPGROUPS | {"block_n": 128} | _TWO_QS),
+        (64, _THREE_WARPGROUPS | {"block_n": 128} | _DRAWN_TILES),
         (64, _THREE_WARPGROUPS | {"block_n": 192, "p_in_smem": True}),
         (64, _SMALL_BLOCK | {"block_n": 80, "min_blocks_per_sm": 3}),
         (96, _THREE_WARPGROUPS | {"block_n": 144, "p_in_smem": True}),
@@ -29,7 +31,8 @@ _KNOWN: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
         (128, {"block_n": 128}),
         (128, {"block_n": 128, "head_grouping": False}),
         (128, {"block_n": 128} | _TWO_QS),
-        (128, {"block_n": 160} | _TWO_QS),
+        (128, {"block_n": 160} | _DRAWN_TILES),
+        (128, {"block_n": 128} | _DRAWN_TILES | {"head_grouping": False}),
         (128, {"block_n": 176}),
         (128, _SMALL_BLOCK | {"block_n": 64, "min_blocks_per_sm": 2}),
         (192, {"block_n": 112}),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fagen import driver, launch
+from fagen import counters, driver, launch
 from fagen.compile import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.problem import Problem
@@ -32,6 +32,12 @@ class Launch(NamedTuple):
     arguments: tuple[bytes, ...]
     context: int | None
 
+    @property
+    def params(self) -> bytes:
+        """Those of params.cuh."""
+        (found,) = (each for each in self.arguments if len(each) == launch.PARAMS.size)
+        return found
+
 
 class FakeDriver:
     """Stands in for `driver.HotCalls` and for the cold calls that a launch needs."""
@@ -44,6 +50,8 @@ class FakeDriver:
         self.replaced: list[int] = []
         self.launches: list[Launch] = []
         self.prepared: list[tuple[int, int]] = []
+        self.capturing = False
+        self.slabs = 0
 
     def encode_tensor_map(self, place: Any, dtype: int, rank: int, address: int, *rest: Any) -> int:
         dims, strides, box, steps, interleave, swizzle, promotion, fill = rest
@@ -70,8 +78,8 @@ class FakeDriver:
     def launch(self, config_at: Any, kernel: Any, parameters: Any, extra: None) -> int:
         config = driver.LaunchConfig.from_address(config_at.value)
         sizes = [launch.PARAMS.size]
-        if len(parameters) == 5:
-            sizes = [launch.MAP_BYTES] * 4 + sizes
+        if len(parameters) == 6:
+            sizes = [launch.MAP_BYTES] * 4 + sizes + [8]
         arguments = tuple(
             ctypes.string_at(place, size) for place, size in zip(parameters, sizes, strict=True)
         )
@@ -79,6 +87,18 @@ class FakeDriver:
         stream = config.stream or 0
         self.launches.append(Launch(*shape, stream, kernel.value, arguments, self.context))
         return self.status
+
+    def is_capturing(self, stream: int, out: Any) -> int:
+        out._obj.value = self.capturing
+        return 0
+
+    def get_stream_id(self, stream: int, out: Any) -> int:
+        out._obj.value = stream + 1000
+        return 0
+
+    def allocate_zeros(self, size: int) -> int:
+        self.slabs += 1
+        return self.slabs << 40
 
     @contextmanager
     def use_device(self, index: int) -> Iterator[None]:
@@ -94,6 +114,9 @@ class FakeDriver:
         monkeypatch.setattr(driver, "current_device", lambda: 0)
         monkeypatch.setattr(driver, "primary_context", lambda index: CONTEXT + index)
         monkeypatch.setattr(driver, "use_device", fake.use_device)
+        monkeypatch.setattr(driver, "allocate_zeros", fake.allocate_zeros)
+        monkeypatch.setattr(counters, "_words", {})
+        monkeypatch.setattr(counters, "_free", {})
         monkeypatch.setattr(driver, "load_library", lambda cubin: 1)
         monkeypatch.setattr(driver, "get_kernel", lambda library, name: KERNEL)
         monkeypatch.setattr(

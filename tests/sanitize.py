@@ -31,7 +31,15 @@ CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
         (64, Sm90Forward(block_m=128, block_n=64, block_k=64, stages=1, p_in_smem=True)),
         (
             64,
-            Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2, persistent=True, q_stages=2),
+            Sm90Forward(
+                block_m=128,
+                block_n=64,
+                block_k=64,
+                stages=2,
+                persistent=True,
+                q_stages=2,
+                dynamic_tiles=True,
+            ),
         ),
     ],
 }

@@ -146,14 +146,12 @@ def qkv(**options: Any) -> tuple[FakeTensor, FakeTensor, FakeTensor]:
 
 
 def pointers(fake: Fake) -> tuple[int, ...]:
-    data = fake.driver.launches[-1].arguments[-1]
+    data = fake.driver.launches[-1].params
     return tuple(int.from_bytes(data[8 * i : 8 * i + 8], "little") for i in range(5))
 
 
 def scale(fake: Fake) -> float:
-    return ctypes.c_float.from_buffer_copy(
-        fake.driver.launches[-1].arguments[-1], SCALE_OFFSET
-    ).value
+    return ctypes.c_float.from_buffer_copy(fake.driver.launches[-1].params, SCALE_OFFSET).value
 
 
 def test_a_call_launches_on_the_callers_stream_and_returns_its_framework(fake: Fake) -> None:

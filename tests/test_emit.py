@@ -203,6 +203,9 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is no
 BUILT = [
     pytest.param("sm90", PROBLEM, {}, id="sm90"),
     pytest.param("sm90", Problem(dtype="fp16", head_dim=40), {"persistent": True}, id="persistent"),
+    pytest.param(
+        "sm90", PROBLEM, {"persistent": True, "dynamic_tiles": True, "q_stages": 2}, id="dynamic"
+    ),
     pytest.param("sm80", Problem(dtype="fp16", head_dim=40, alignment=2), {}, id="sm80-narrow"),
 ]
 

@@ -43,6 +43,7 @@ GOLDENS = {
         stages=1,
         persistent=True,
         q_stages=2,
+        dynamic_tiles=True,
         lazy_rescale=True,
     ),
 }

@@ -48,6 +48,24 @@ CONFIGS = {
     "two buffers for Q": Sm90Forward(
         block_m=128, block_n=64, block_k=64, stages=2, persistent=True, q_stages=2
     ),
+    "drawn tiles": Sm90Forward(
+        block_m=128,
+        block_n=64,
+        block_k=64,
+        stages=2,
+        persistent=True,
+        q_stages=2,
+        dynamic_tiles=True,
+    ),
+    "drawn tiles, one buffer for Q": Sm90Forward(
+        block_m=64,
+        block_n=48,
+        block_k=32,
+        stages=1,
+        ping_pong=False,
+        persistent=True,
+        dynamic_tiles=True,
+    ),
     "two buffers, in turn with a head": Sm90Forward(
         block_m=64,
         block_n=48,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_driver import CONTEXT, KERNEL, FakeDriver, compiled
 
-from fagen import driver
+from fagen import counters, driver
 from fagen.config import Sm80Forward, Sm90Forward
 from fagen.errors import ArgumentError, CudaError, DeviceError, UnsupportedError
 from fagen.launch import (
@@ -94,7 +94,7 @@ def sm80(fake: FakeDriver) -> LoadedKernel:
 
 
 def params_of(fake: FakeDriver, index: int = -1) -> ForwardParams:
-    return ForwardParams.from_buffer_copy(fake.launches[index].arguments[-1])
+    return ForwardParams.from_buffer_copy(fake.launches[index].params)
 
 
 def test_the_packed_parameters_are_those_of_params_cuh() -> None:
@@ -193,7 +193,7 @@ def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel) 
     launch(sm90, seqlen_k=0)
     assert [dims[1] for _, _, _, dims, *_ in fake.encoded] == [300, 300]
     assert len(fake.replaced) == 2
-    q, k, v, o, _ = fake.launches[1].arguments
+    q, k, v, o, *_ = fake.launches[1].arguments
     assert k == v == bytes(128)
     base = 1 << 20
     assert [int.from_bytes(data[:8], "little") for data in (q, o)] == [base, 4 * base]
@@ -215,6 +215,38 @@ def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver) -> None:
     launch(kernel, batch=1)
     assert [call.grid[0] for call in fake.launches] == [2 * 132, 8 * 3]
     assert params_of(fake, 0).tiles == 64 * 64 * 3
+
+
+def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: FakeDriver) -> None:
+    config = SM90.model_copy(update={"persistent": True, "dynamic_tiles": True})
+    kernel = LoadedKernel(compiled(BF16_128), BF16_128, config)
+
+    def counter(stream: int, device_index: int = 0) -> int:
+        tensor = view(1 << 20, 1, 64, 1)
+        kernel.launch(
+            tensor, tensor, tensor, tensor, 0, 1.0, device_index=device_index, stream=stream
+        )
+        return int.from_bytes(fake.launches[-1].arguments[-1], "little")
+
+    first = counter(5)
+    assert first == counter(5) != 0
+    fake.capturing = True
+    captured = [counter(5), counter(5)]
+    fake.capturing = False
+    others = [*captured, counter(6), counter(5, device_index=1)]
+    assert len({first, *others}) == 5
+    assert counter(5) == first
+    assert fake.slabs == 2  # one for each device
+    fake.capturing = True
+    many = {counter(5) for _ in range(counters.SLAB_BYTES // counters.WORD_BYTES)}
+    assert len(many | {first, *others}) == len(many) + 5
+    assert fake.slabs == 3
+
+
+def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: LoadedKernel) -> None:
+    launch(sm90)
+    assert fake.launches[0].arguments[-1] == bytes(8)
+    assert fake.slabs == 0
 
 
 def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: LoadedKernel) -> None:

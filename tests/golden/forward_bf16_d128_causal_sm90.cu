@@ -277,6 +277,7 @@ constexpr int kThreads = 384;  // consumers first, then the producer
 constexpr bool kPingPong = true;  // consumer warpgroups take turns at the tensor cores
 constexpr bool kOverlap = true;  // softmax of one block under the products of the next
 constexpr bool kPersistent = false;  // a thread block loops over tiles
+constexpr bool kDynamicTiles = false;  // and draws the next one from a counter
 constexpr bool kLazyRescale = false;  // rescale O only when a maximum grew much
 constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
 constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
@@ -521,6 +522,7 @@ struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzl
   u64 q_full[kQStages][kSlices], q_empty[kQStages];
   u64 k_full[kStages][kSlices], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
+  int tile[kQStages];  // whose Q it is, with kDynamicTiles
 };
 
 static_assert(sizeof(SharedStorage) == 164864, "fagen/config.py computed another size");
@@ -558,15 +560,30 @@ DEVICE int visible_blocks(const Tile& tile, const Params& params) {
   return (visible_keys<kCausal>(last_row, params) + kBlockN - 1) / kBlockN;
 }
 
-template <typename Visit>
-DEVICE void for_each_tile(const Params& params, Visit visit) {
-  for (int first = 0; first < params.tiles; first += gridDim.x) {
-    int index = first + blockIdx.x;
-    // Every other wave backwards: who had one of the longest tiles gets one of the shortest.
-    if (kPersistent && kCausal && !kHeadGrouping && first / gridDim.x % 2 == 1) {
-      index = first + gridDim.x - 1 - blockIdx.x;
-    }
-    if (index < params.tiles) visit(tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
+// The tile of this thread block in a wave of gridDim.x of them, dealt out beforehand.
+DEVICE u32 tile_of_wave(u32 wave) {
+  // Every other wave backwards: who had one of a head's longest tiles gets one of the shortest.
+  const bool backwards = kCausal && !kHeadGrouping && wave % 2 == 1;
+  return wave * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+// A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest.
+DEVICE u32 draw_tile(u32* counter, const Params& params) {
+  const u32 drawn = atomicAdd(counter, 1);
+  // Each tile is followed by a draw, so this is the last one: 0 again, for the next launch.
+  if (drawn + 1 == params.tiles) *counter = 0;
+  // Through a shuffle, of the one lane that is here: the compiler then takes it for uniform, and
+  // keeps what follows from it out of the producer's few registers.
+  return gridDim.x + __shfl_sync(1, drawn, 0);
+}
+
+// `next_tile` takes how many there were before.
+template <typename NextTile, typename Visit>
+DEVICE void for_each_tile(const Params& params, NextTile next_tile, Visit visit) {
+  for (u32 wave = 0;; ++wave) {
+    const u32 index = next_tile(wave);
+    if (index >= params.tiles) return;
+    visit(index, tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
     if (!kPersistent) return;
   }
 }
@@ -574,17 +591,24 @@ DEVICE void for_each_tile(const Params& params, Visit visit) {
 // ---- the producer: one thread, which keeps the rings full ----
 
 DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorMap& k_map,
-                    const TensorMap& v_map, const Params& params) {
+                    const TensorMap& v_map, const Params& params, u32* tile_counter) {
   const int q_heads_per_kv_head = params.heads_q / params.heads_kv;
   RingPosition<kStages> ring;
   RingPosition<kQStages> q_ring;
 
-  for_each_tile(params, [&](const Tile& tile) {
+  // A new barrier counts as having ended parity 1; then, until an older tile's O has left.
+  auto wait_for_q_buffer = [&] {
+    mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
+  };
+  auto next_tile = [&](u32 wave) {
+    return kDynamicTiles && wave > 0 ? draw_tile(tile_counter, params) : tile_of_wave(wave);
+  };
+  for_each_tile(params, next_tile, [&](u32 index, const Tile& tile) {
     const int kv_head = tile.head / q_heads_per_kv_head;
 
     auto load_q = [&] {
-      // A new barrier counts as having ended parity 1; then, until an older tile's O has left.
-      mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
+      wait_for_q_buffer();
+      if (kDynamicTiles) shared.tile[q_ring.stage] = index;
 #pragma unroll
       for (int column = 0; column < kHeadDimPadded; column += kChunk) {
         u64* full = &shared.q_full[q_ring.stage][column / kBlockK];
@@ -624,6 +648,11 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       ring.advance();
     }
   });
+  if (kDynamicTiles) {  // in place of a Q, word that there is none
+    wait_for_q_buffer();
+    shared.tile[q_ring.stage] = params.tiles;
+    mbarrier_arrive(&shared.q_full[q_ring.stage][0]);
+  }
 }
 
 // ---- the consumers: a warpgroup computes 64 rows of O ----
@@ -667,7 +696,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   };
   if (warpgroup == kConsumerWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
 
-  for_each_tile(params, [&](const Tile& tile) {
+  auto next_tile = [&](u32 wave) {
+    if (!kDynamicTiles) return tile_of_wave(wave);
+    mbarrier_wait(&shared.q_full[q_ring.stage][0], q_ring.parity);
+    return static_cast<u32>(__shfl_sync(0xffffffff, shared.tile[q_ring.stage], 0));
+  };
+  for_each_tile(params, next_tile, [&](u32, const Tile& tile) {
     float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
     float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
     u32 p[kBlockN / 4];     // the probabilities as wgmma's A fragments, two to a register
@@ -844,7 +878,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     fagen_forward_bf16_d128_causal(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap o_map,
-        const __grid_constant__ Params params) {
+        const __grid_constant__ Params params, u32* tile_counter) {  // 0, or null if not used
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -870,7 +904,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     __trap();
   } else if (threadIdx.x >= kConsumerThreads) {
     if constexpr (kProducerRegisters > 0) give_up_registers<kProducerRegisters>();
-    if (threadIdx.x == kConsumerThreads) produce(shared, q_map, k_map, v_map, params);
+    if (threadIdx.x == kConsumerThreads) {
+      produce(shared, q_map, k_map, v_map, params, tile_counter);
+    }
   } else {
     if constexpr (kProducerRegisters > 0) take_registers<kConsumerRegisters>();
     consume(shared, o_map, params);

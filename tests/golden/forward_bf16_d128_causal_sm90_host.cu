@@ -156,5 +156,6 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = kDynamicSmemBytes;
   launch.stream = stream;
-  return cudaLaunchKernelEx(&launch, kernel, q_map, k_map, v_map, o_map, params);
+  u32* const no_counter = nullptr;
+  return cudaLaunchKernelEx(&launch, kernel, q_map, k_map, v_map, o_map, params, no_counter);
 }

@@ -1,0 +1,64 @@
+"""Kernels that draw their tiles, in launches that overlap: each computes all of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from fagen.config import Sm90Forward
+from fagen.problem import Problem
+
+PROBLEM = Problem(dtype="fp16", head_dim=64, causal=True)
+STATIC = Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2)
+DRAWN = STATIC.model_copy(update={"persistent": True, "dynamic_tiles": True, "q_stages": 2})
+SHAPE = (4, 700, 32, 64)
+LAUNCHES = 30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_launches_that_overlap_do_not_share_a_counter(captured: bool) -> None:
+    import cupy
+
+    from fagen.compile import compile_kernel
+    from fagen.driver import query_device
+    from fagen.launch import LoadedKernel, TensorView
+
+    arch = query_device(0).arch
+    if "forward_sm90" not in arch.templates:
+        pytest.skip(f"forward_sm90 does not run on {arch.name}")
+    static, drawn = (
+        LoadedKernel(compile_kernel(PROBLEM, config, arch), PROBLEM, config)
+        for config in (STATIC, DRAWN)
+    )
+    q, k, v = (cupy.random.standard_normal(SHAPE).astype(cupy.float16) for _ in range(3))
+
+    def run(kernel: LoadedKernel, out: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
+        a, b, c, d = (TensorView.contiguous(array.data.ptr, SHAPE) for array in (q, k, v, out))
+        kernel.launch(a, b, c, d, 0, 0.125, device_index=0, stream=stream.ptr)
+
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    wanted = cupy.full(SHAPE, cupy.nan, cupy.float16)
+    outputs = [cupy.full(SHAPE, cupy.nan, cupy.float16) for _ in streams]
+    cupy.cuda.Device(0).synchronize()
+    run(static, wanted, streams[0])
+    run(drawn, outputs[0], streams[0])  # loads the code
+    streams[0].synchronize()
+    graphs = []
+    if captured:
+        for out in outputs:
+            with streams[0]:
+                streams[0].begin_capture()
+                run(drawn, out, streams[0])
+                graphs.append(streams[0].end_capture())
+    for _ in range(LAUNCHES):
+        for i, (stream, out) in enumerate(zip(streams, outputs, strict=True)):
+            with stream:
+                out.fill(cupy.nan)
+                if captured:
+                    graphs[i].launch(stream)
+                else:
+                    run(drawn, out, stream)
+        for stream in streams:
+            stream.synchronize()
+        for out in outputs:
+            assert bool((out == wanted).all())
