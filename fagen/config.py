@@ -113,6 +113,11 @@ class _Config(BaseModel):
         return self.register_cap(registers_per_sm)
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of Q of a tile, the work that is dealt out as one."""
+        return self.block_m
+
+    @property
     @abstractmethod
     def threads(self) -> int:
         """Threads per block."""
@@ -161,6 +166,8 @@ class Sm90Forward(_Config):
         producer_registers: 0 for a producer of one warp and no register shift; otherwise the
             producer is a warpgroup that keeps so many registers per thread (setmaxnreg) and
             leaves the rest to the consumers.
+        cluster: thread blocks with neighbouring tiles that run side by side and share K and V:
+            each loads a part and multicasts it to all.
         ping_pong: consumer warpgroups take turns, one's softmax under another's products
             (FlashAttention-3, section 3.1).
         overlap: within a warpgroup, the softmax of one block runs under the products of the
@@ -175,12 +182,17 @@ class Sm90Forward(_Config):
 
     template: Literal["forward_sm90"] = "forward_sm90"
     producer_registers: int = Field(default=24, ge=0, le=232, multiple_of=8)
+    cluster: int = Field(default=1, ge=1, le=2)
     ping_pong: bool = True
     overlap: bool = True
     persistent: bool = False
     dynamic_tiles: bool = False
     q_stages: int = Field(default=1, ge=1, le=2)
     p_in_smem: bool = False
+
+    @property
+    def tile_rows(self) -> int:
+        return self.cluster * self.block_m
 
     @property
     def consumer_warpgroups(self) -> int:

@@ -146,6 +146,7 @@ def _sources(
         "kernel_name": kernel_name(problem),
         "smem_bytes": config.smem_bytes(problem),
         "alignment": problem.alignment,
+        "tile_rows": "kTileRows" if isinstance(config, Sm90Forward) else "kBlockM",
         "tma": isinstance(config, Sm90Forward),
         "persistent": getattr(config, "persistent", False),
         "dynamic_tiles": getattr(config, "dynamic_tiles", False),

@@ -109,7 +109,7 @@ def heads_per_group(problem: Problem, lengths: Lengths) -> int:
 
 
 def tile_count(config: AnyConfig, lengths: Lengths) -> int:
-    """Tiles of block_m queries of one head.
+    """Tiles of `config.tile_rows` queries of one head.
 
     Raises:
         UnsupportedError: if there are more than a grid can have, or a sequence is too long.
@@ -117,10 +117,10 @@ def tile_count(config: AnyConfig, lengths: Lengths) -> int:
     longest = max(lengths.seqlen_q, lengths.seqlen_k)
     if longest > MAX_SEQLEN:
         raise UnsupportedError(f"a sequence of {longest:,}: allowed are up to {MAX_SEQLEN:,}")
-    tiles = lengths.batch * lengths.heads_q * -(-lengths.seqlen_q // config.block_m)
+    tiles = lengths.batch * lengths.heads_q * -(-lengths.seqlen_q // config.tile_rows)
     if tiles > MAX_TILES:
         raise UnsupportedError(
-            f"{tiles:,} tiles of {config.block_m} queries: one call takes up to {MAX_TILES:,}; "
+            f"{tiles:,} tiles of {config.tile_rows} queries: one call takes up to {MAX_TILES:,}; "
             "split the batch"
         )
     return tiles
@@ -194,14 +194,13 @@ class LoadedKernel:
             driver.prepare_kernel(self._kernel, self._smem_bytes, device_index)
             self._ready_devices.add(device_index)
         grid = tiles
-        if isinstance(self.config, Sm90Forward) and self.config.persistent:
-            sm_count = driver.query_device(device_index).sm_count
-            grid = min(tiles, sm_count * self.config.min_blocks_per_sm)
-        maps = (
-            tensor_maps(self.problem, self.config, lengths, strides)
-            if isinstance(self.config, Sm90Forward)
-            else ()
-        )
+        maps: tuple[TensorMap, ...] = ()
+        if isinstance(config := self.config, Sm90Forward):
+            grid *= config.cluster
+            if config.persistent:
+                resident = driver.query_device(device_index).sm_count * config.min_blocks_per_sm
+                grid = min(grid, resident // config.cluster * config.cluster)
+            maps = tensor_maps(self.problem, config, lengths, strides)
         params = PARAMS.pack(
             *(0,) * 5,
             *strides.q, *strides.k, *strides.v, *strides.o,
@@ -268,10 +267,11 @@ def tensor_maps(
     )
     if lengths.seqlen_k == 0:
         return queries
+    share = config.block_n // config.cluster
     return (
         *queries,
-        tensor_map(lengths.seqlen_k, lengths.heads_kv, strides.k, config.block_n),
-        tensor_map(lengths.seqlen_k, lengths.heads_kv, strides.v, config.block_n),
+        tensor_map(lengths.seqlen_k, lengths.heads_kv, strides.k, share),
+        tensor_map(lengths.seqlen_k, lengths.heads_kv, strides.v, share),
     )
 
 

@@ -363,7 +363,7 @@ def step_of(
         exp2=exp2,
         issue=issue + rescale + groups * ISSUE_CYCLES,
         smem=smem_cycles(config, problem),
-        l2=fill_bytes(config, problem) / L2_BYTES_PER_CLOCK,
+        l2=fill_bytes(config, problem) / config.tile_rows * config.block_m / L2_BYTES_PER_CLOCK,
         path=latency + products,
         stages_ahead=stages_ahead,
         norm=norm,

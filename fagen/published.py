@@ -16,6 +16,7 @@ from fagen.space import axes, default_config, why_illegal
 _SMALL_BLOCK: dict[str, Any] = {"block_m": 64, "producer_registers": 0, "ping_pong": False}
 _THREE_WARPGROUPS: dict[str, Any] = {"block_m": 192, "producer_registers": 32}
 _TWO_QS: dict[str, Any] = {"persistent": True, "q_stages": 2, "head_grouping": False}
+_CLUSTER: dict[str, Any] = {"cluster": 2, "producer_registers": 40}
 _DRAWN_TILES: dict[str, Any] = {"persistent": True, "q_stages": 2, "dynamic_tiles": True}
 
 # By template: (head dims up to, axes beside the template's defaults).
@@ -34,10 +35,13 @@ _KNOWN: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
         (128, {"block_n": 160} | _DRAWN_TILES),
         (128, {"block_n": 128} | _DRAWN_TILES | {"head_grouping": False}),
         (128, {"block_n": 176}),
+        (128, {"block_n": 176} | _CLUSTER),
+        (128, {"block_n": 128} | _CLUSTER | _TWO_QS),
         (128, _SMALL_BLOCK | {"block_n": 64, "min_blocks_per_sm": 2}),
         (192, {"block_n": 112}),
         (192, {"block_n": 112, "ping_pong": False}),
         (256, {"block_n": 80, "lazy_rescale": True}),
+        (256, {"block_n": 80, "lazy_rescale": True} | _CLUSTER),
         (256, {"block_n": 80, "lazy_rescale": True, "ping_pong": False}),
         (256, {"block_n": 64, "lazy_rescale": True, "persistent": True}),
     ),

@@ -80,6 +80,7 @@ def _all_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
         "overlap": (True, False),
         "ping_pong": (True, False),
         "persistent": (False, True),
+        "cluster": (1, 2),
         "dynamic_tiles": (False, True),
         "q_stages": (1, 2),
         **shared,
@@ -140,6 +141,8 @@ def _q_stages(c: Any, p: Problem, d: Device) -> str | None:
 
 
 def _dynamic(c: Any, p: Problem, d: Device) -> str | None:
+    if c.dynamic_tiles and c.cluster > 1:
+        return "dynamic_tiles needs cluster=1: the blocks of a cluster would draw different tiles"
     if c.dynamic_tiles and not c.persistent:
         return "dynamic_tiles needs persistent: a block that computes one tile draws no other"
     return None
@@ -228,7 +231,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule((*_SM90_THREADS, "block_n", "p_in_smem"), _wgmma),
         Rule((*_SM90_THREADS, "block_n", "overlap", "p_in_smem"), _accumulators),
         Rule(("persistent", "q_stages"), _q_stages),
-        Rule(("persistent", "dynamic_tiles"), _dynamic),
+        Rule(("persistent", "dynamic_tiles", "cluster"), _dynamic),
         Rule(_SM90_SMEM, _smem),
     ),
 }

@@ -37,6 +37,18 @@ DEVICE void mbarrier_arrive(u64* barrier) {
                : "memory");
 }
 
+// An arrival at the same barrier of another block of the cluster, or of this one.
+DEVICE void mbarrier_arrive_at(u64* barrier, u32 block_rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block_rank)
+      : "memory");
+}
+
 // Until the phase of that parity has ended; a new barrier counts as having ended parity 1.
 DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
   asm volatile(
@@ -50,6 +62,13 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
       : "memory");
 }
 
+// ---- clusters: thread blocks that run side by side ----
+
+// All threads of all blocks of the cluster meet.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // ---- TMA: boxes of a (column, row, head, batch) tensor ----
 
 // Global to shared memory; elements outside the tensor arrive as zeros and count as bytes.
@@ -59,6 +78,18 @@ DEVICE void tma_load(void* shared, const TensorMap* map, int column, int row, in
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
       "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same to the same place in each block of the cluster, and to each one's barrier.
+template <int kBlocks>
+DEVICE void tma_load_multicast(void* shared, const TensorMap* map, int column, int row, int head,
+                               int batch, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier)),
+      "h"(static_cast<unsigned short>((1 << kBlocks) - 1))
       : "memory");
 }
 

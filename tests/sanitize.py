@@ -29,6 +29,7 @@ CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
     "forward_sm90": [
         (40, Sm90Forward(block_m=192, block_n=48, block_k=32, stages=2, producer_registers=32)),
         (64, Sm90Forward(block_m=128, block_n=64, block_k=64, stages=1, p_in_smem=True)),
+        (64, Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2, cluster=2)),
         (
             64,
             Sm90Forward(

@@ -203,6 +203,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is no
 BUILT = [
     pytest.param("sm90", PROBLEM, {}, id="sm90"),
     pytest.param("sm90", Problem(dtype="fp16", head_dim=40), {"persistent": True}, id="persistent"),
+    pytest.param("sm90", PROBLEM, {"persistent": True, "cluster": 2, "block_n": 80}, id="cluster"),
     pytest.param(
         "sm90", PROBLEM, {"persistent": True, "dynamic_tiles": True, "q_stages": 2}, id="dynamic"
     ),

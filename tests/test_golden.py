@@ -35,7 +35,7 @@ GOLDENS = {
     **golden("sm80", Problem(dtype="bf16", head_dim=128, causal=True)),
     **golden("sm80", Problem(dtype="fp16", head_dim=40, alignment=2), host=True),
     **golden("sm90", Problem(dtype="bf16", head_dim=128, causal=True), host=True),
-    **golden("sm90", Problem(dtype="fp16", head_dim=64), p_in_smem=True),
+    **golden("sm90", Problem(dtype="fp16", head_dim=64), p_in_smem=True, cluster=2),
     **golden(
         "sm90",
         Problem(dtype="bf16", head_dim=256),

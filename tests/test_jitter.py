@@ -24,6 +24,9 @@ JITTERED = (
     "mbarrier_arrive",
     "mbarrier_arrive_expect",
     "tma_load",
+    "tma_load_multicast",
+    "mbarrier_arrive_at",
+    "cluster_sync",
     "tma_store",
     "wgmma_fence",
     "wgmma_commit",
@@ -47,6 +50,21 @@ CONFIGS = {
     ),
     "two buffers for Q": Sm90Forward(
         block_m=128, block_n=64, block_k=64, stages=2, persistent=True, q_stages=2
+    ),
+    "cluster": Sm90Forward(
+        block_m=128, block_n=80, block_k=64, stages=2, producer_registers=40, cluster=2
+    ),
+    "persistent cluster": Sm90Forward(
+        block_m=64,
+        block_n=48,
+        block_k=32,
+        stages=3,
+        producer_registers=0,
+        ping_pong=False,
+        cluster=2,
+        persistent=True,
+        q_stages=2,
+        head_grouping=False,
     ),
     "drawn tiles": Sm90Forward(
         block_m=128,
@@ -160,9 +178,10 @@ def test_bits_do_not_depend_on_timing(config: Sm90Forward) -> None:
             "ping-pong",
             "mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);",
         ),
+        ("cluster", "mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);"),
         ("serial", "mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);"),
     ],
-    ids=["V full", "K full", "Q empty"],
+    ids=["V full", "K full", "V empty, cluster", "Q empty"],
 )
 def test_a_missing_barrier_shows(name: str, barrier: str) -> None:
     config = CONFIGS[name]

@@ -217,6 +217,26 @@ def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver) -> None:
     assert params_of(fake, 0).tiles == 64 * 64 * 3
 
 
+def test_a_cluster_has_a_block_for_each_share_of_a_tile(fake: FakeDriver) -> None:
+    """300 queries are two tiles of 2 x 128, 132 SMs take 66 clusters; K and V come in halves."""
+    config = SM90.model_copy(update={"cluster": 2})
+    launch(LoadedKernel(compiled(BF16_128), BF16_128, config))
+    assert fake.launches[0].grid[0] == 2 * 2 * 8 * 2
+    assert params_of(fake).tiles == 2 * 8 * 2
+    assert [box for *_, box, _, _, _, _, _ in fake.encoded] == [
+        (64, 128, 1, 1),
+        (64, 64, 1, 1),
+        (64, 88, 1, 1),
+        (64, 88, 1, 1),
+    ]
+    persistent = config.model_copy(update={"persistent": True})
+    launch(LoadedKernel(compiled(BF16_128), BF16_128, persistent), batch=64)
+    assert fake.launches[1].grid[0] == 132
+    fake.device = fake.device.model_copy(update={"sm_count": 131})
+    launch(LoadedKernel(compiled(BF16_128), BF16_128, persistent), batch=64)
+    assert fake.launches[2].grid[0] == 130
+
+
 def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: FakeDriver) -> None:
     config = SM90.model_copy(update={"persistent": True, "dynamic_tiles": True})
     kernel = LoadedKernel(compiled(BF16_128), BF16_128, config)

@@ -154,14 +154,14 @@ def test_shipped_tiles_are_in_the_space(arch: str, head_dim: int, config: AnyCon
     ],
 )
 def test_walk_agrees_with_rules(template: str, arch: str, head_dim: int) -> None:
-    """On sub-spaces of four free axes, the others held at a random value."""
+    """On sub-spaces of six free axes, the others held at a random value."""
     problem, device = _problem(head_dim), _device(arch)
     dice = random.Random(SEED)
     values = axes(template, problem)
     outcomes: Counter[bool] = Counter()
     for _ in range(30):
         fixed = {name: dice.choice(choices) for name, choices in values.items()}
-        for free in dice.sample(list(values), 4):
+        for free in dice.sample(list(values), 6):
             del fixed[free]
         choices = [(fixed[name],) if name in fixed else values[name] for name in values]
         points = [

@@ -104,7 +104,7 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
   if (batch == 0 || heads_q == 0 || seqlen_q == 0) return cudaSuccess;  // no output
   if (heads_kv == 0 || heads_q % heads_kv != 0) return cudaErrorInvalidValue;
 
-  const long long m_blocks = (static_cast<long long>(seqlen_q) + kBlockM - 1) / kBlockM;
+  const long long m_blocks = (static_cast<long long>(seqlen_q) + kTileRows - 1) / kTileRows;
   const long long heads = static_cast<long long>(batch) * heads_q;
   if (heads > INT_MAX / m_blocks) return cudaErrorInvalidValue;  // tile indices are 32 bits
 
@@ -136,15 +136,15 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
   params.seqlen_k = seqlen_k;
   params.heads_per_group = heads_per_group(batch, heads_q, heads_kv, seqlen_k);
   params.tiles = static_cast<int>(heads * m_blocks);
-  int blocks = params.tiles;
+  int blocks = params.tiles * kCluster;
   cudaError_t error;
 
   TensorMap q_map{}, k_map{}, v_map{}, o_map{};
   if ((error = make_map(q_tensor, kBlockM, &q_map)) != cudaSuccess) return error;
   if ((error = make_map(o_tensor, 64, &o_map)) != cudaSuccess) return error;  // a warpgroup's rows
   if (seqlen_k > 0) {  // without keys the kernel leaves these maps alone
-    if ((error = make_map(k_tensor, kBlockN, &k_map)) != cudaSuccess) return error;
-    if ((error = make_map(v_tensor, kBlockN, &v_map)) != cudaSuccess) return error;
+    if ((error = make_map(k_tensor, kBlockN / kCluster, &k_map)) != cudaSuccess) return error;
+    if ((error = make_map(v_tensor, kBlockN / kCluster, &v_map)) != cudaSuccess) return error;
   }
 
   const auto kernel = forward_bf16_d128_causal_sm90_kernel;

@@ -1,6 +1,6 @@
 // forward_fp16_d64_full_sm90.cu, written by fagen VERSION for sm90.
 //
-//   config  forward_sm90 128x128x64 stages=2 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap q_stages=1 p_in_smem
+//   config  forward_sm90 128x128x64 stages=2 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping producer_registers=24 cluster=2 ping_pong overlap q_stages=1 p_in_smem
 //   tuned   config chosen by hand, not tuned
 //   launch  384 threads, 115712 bytes of dynamic shared memory; forward_fp16_d64_full_sm90_host.cu does it
 //   build   nvcc -std=c++17 -arch=sm_90a -c forward_fp16_d64_full_sm90.cu
@@ -12,7 +12,7 @@
 // them with wgmma and keep scores, probabilities and output in registers.
 //
 // Written by fagen from forward_sm90.cu.j2 with the config
-//   forward_sm90 128x128x64 stages=2 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping producer_registers=24 ping_pong overlap q_stages=1 p_in_smem
+//   forward_sm90 128x128x64 stages=2 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping producer_registers=24 cluster=2 ping_pong overlap q_stages=1 p_in_smem
 
 // Hopper's own instructions, one per function: mbarrier, TMA, setmaxnreg, wgmma bookkeeping.
 // One PTX instruction per function, with types. Policy lives in the kernels.
@@ -169,6 +169,18 @@ DEVICE void mbarrier_arrive(u64* barrier) {
                : "memory");
 }
 
+// An arrival at the same barrier of another block of the cluster, or of this one.
+DEVICE void mbarrier_arrive_at(u64* barrier, u32 block_rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block_rank)
+      : "memory");
+}
+
 // Until the phase of that parity has ended; a new barrier counts as having ended parity 1.
 DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
   asm volatile(
@@ -182,6 +194,13 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
       : "memory");
 }
 
+// ---- clusters: thread blocks that run side by side ----
+
+// All threads of all blocks of the cluster meet.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // ---- TMA: boxes of a (column, row, head, batch) tensor ----
 
 // Global to shared memory; elements outside the tensor arrive as zeros and count as bytes.
@@ -191,6 +210,18 @@ DEVICE void tma_load(void* shared, const TensorMap* map, int column, int row, in
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
       "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same to the same place in each block of the cluster, and to each one's barrier.
+template <int kBlocks>
+DEVICE void tma_load_multicast(void* shared, const TensorMap* map, int column, int row, int head,
+                               int batch, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(shared_address(barrier)),
+      "h"(static_cast<unsigned short>((1 << kBlocks) - 1))
       : "memory");
 }
 
@@ -274,6 +305,7 @@ constexpr int kProducerRegisters = 24;  // per thread after the shift; 0: one wa
 constexpr int kConsumerRegisters = 240;  // per thread after the shift
 constexpr int kMinBlocksPerSm = 1;
 constexpr int kThreads = 384;  // consumers first, then the producer
+constexpr int kCluster = 2;  // thread blocks with neighbouring tiles, which share each load of K and V
 constexpr bool kPingPong = true;  // consumer warpgroups take turns at the tensor cores
 constexpr bool kOverlap = true;  // softmax of one block under the products of the next
 constexpr bool kPersistent = false;  // a thread block loops over tiles
@@ -532,6 +564,8 @@ static_assert(sizeof(SharedStorage) == 115712, "fagen/config.py computed another
 static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
 static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
 static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
+static_assert(kBlockN / kCluster % 8 == 0, "a block's share of K is whole rows of the swizzle");
+static_assert(kCluster == 1 || !kDynamicTiles, "the blocks of a cluster would draw apart");
 static_assert(!kPingPong || kConsumerWarpgroups > 1, "turns need two warpgroups");
 
 // Named barriers beside 0, which __syncthreads uses.
@@ -557,17 +591,21 @@ struct RingPosition {
   }
 };
 
+// A tile is the work of a cluster: kBlockM rows for each of its blocks.
+constexpr int kTileRows = kCluster * kBlockM;
+
 // Blocks of keys that any row of the tile sees.
 DEVICE int visible_blocks(const Tile& tile, const Params& params) {
-  const int last_row = min(tile.first_row + kBlockM, params.seqlen_q) - 1;
+  const int last_row = min(tile.first_row + kTileRows, params.seqlen_q) - 1;
   return (visible_keys<kCausal>(last_row, params) + kBlockN - 1) / kBlockN;
 }
 
-// The tile of this thread block in a wave of gridDim.x of them, dealt out beforehand.
+// The tile of this cluster in a wave of as many as there are clusters, dealt out beforehand.
 DEVICE u32 tile_of_wave(u32 wave) {
+  const u32 clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
   // Every other wave backwards: who had one of a head's longest tiles gets one of the shortest.
   const bool backwards = kCausal && !kHeadGrouping && wave % 2 == 1;
-  return wave * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  return wave * clusters + (backwards ? clusters - 1 - cluster : cluster);
 }
 
 // A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest.
@@ -580,13 +618,17 @@ DEVICE u32 draw_tile(u32* counter, const Params& params) {
   return gridDim.x + __shfl_sync(1, drawn, 0);
 }
 
-// `next_tile` takes how many there were before.
+// Visits this block's rows of each tile of its cluster. `next_tile` takes how many there were
+// before; `visit` also takes the blocks of keys that the cluster walks through.
 template <typename NextTile, typename Visit>
 DEVICE void for_each_tile(const Params& params, NextTile next_tile, Visit visit) {
   for (u32 wave = 0;; ++wave) {
     const u32 index = next_tile(wave);
     if (index >= params.tiles) return;
-    visit(index, tile_at<kBlockM, kCausal, kHeadGrouping>(index, params));
+    Tile tile = tile_at<kTileRows, kCausal, kHeadGrouping>(index, params);
+    const int blocks = visible_blocks(tile, params);
+    if (kCluster > 1) tile.first_row += blockIdx.x % kCluster * kBlockM;
+    visit(index, tile, blocks);
     if (!kPersistent) return;
   }
 }
@@ -606,7 +648,7 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
   auto next_tile = [&](u32 wave) {
     return kDynamicTiles && wave > 0 ? draw_tile(tile_counter, params) : tile_of_wave(wave);
   };
-  for_each_tile(params, next_tile, [&](u32 index, const Tile& tile) {
+  for_each_tile(params, next_tile, [&](u32 index, const Tile& tile, int blocks) {
     const int kv_head = tile.head / q_heads_per_kv_head;
 
     auto load_q = [&] {
@@ -621,14 +663,25 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       }
       q_ring.advance();
     };
+    // Part of K or V, rows `first_key` and on; a cluster's blocks load a share each, for all.
+    auto load_keys = [&](Element* tile_start, const TensorMap* map, int column, int first_key,
+                         u64* full) {
+      if constexpr (kCluster == 1) {
+        tma_load(tile_start + KvTile::offset(0, column), map, column, first_key, kv_head,
+                 tile.batch, full);
+      } else {
+        const int row = blockIdx.x % kCluster * (kBlockN / kCluster);
+        tma_load_multicast<kCluster>(tile_start + KvTile::offset(row, column), map, column,
+                                     first_key + row, kv_head, tile.batch, full);
+      }
+    };
     auto load_k = [&](int block) {
       mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
 #pragma unroll
       for (int column = 0; column < kHeadDimPadded; column += kChunk) {
         u64* full = &shared.k_full[ring.stage][column / kBlockK];
         if (column % kBlockK == 0) mbarrier_arrive_expect(full, kKvTileBytes / kSlices);
-        tma_load(shared.k[ring.stage] + KvTile::offset(0, column), &k_map, column,
-                 block * kBlockN, kv_head, tile.batch, full);
+        load_keys(shared.k[ring.stage], &k_map, column, block * kBlockN, full);
       }
     };
     auto load_v = [&](int block) {
@@ -637,12 +690,11 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       mbarrier_arrive_expect(full, kKvTileBytes);
 #pragma unroll
       for (int column = 0; column < kHeadDimPadded; column += kChunk) {
-        tma_load(shared.v[ring.stage] + KvTile::offset(0, column), &v_map, column,
-                 block * kBlockN, kv_head, tile.batch, full);
+        load_keys(shared.v[ring.stage], &v_map, column, block * kBlockN, full);
       }
     };
 
-    const int last_block = visible_blocks(tile, params) - 1;
+    const int last_block = blocks - 1;
     if (last_block < 0) load_q();  // nothing to multiply, but the consumers count on it
     for (int block = last_block; block >= 0; --block) {
       load_k(block);
@@ -680,7 +732,11 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   auto sync_warpgroup = [&] { barrier_sync(kWarpgroupBarrier + warpgroup, 128); };
   // Every warp arrives: each has its own view of when its products are done.
   auto release = [&](u64* empty) {
-    if (lane == 0) mbarrier_arrive(empty);
+    if constexpr (kCluster == 1) {
+      if (lane == 0) mbarrier_arrive(empty);
+    } else {
+      if (lane < kCluster) mbarrier_arrive_at(empty, lane);  // who loads a share waits for all
+    }
   };
   // Lets the producer have the buffer that the last O leaves through, once it has left.
   u64* leaving = nullptr;
@@ -704,7 +760,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     mbarrier_wait(&shared.q_full[q_ring.stage][0], q_ring.parity);
     return static_cast<u32>(__shfl_sync(0xffffffff, shared.tile[q_ring.stage], 0));
   };
-  for_each_tile(params, next_tile, [&](u32, const Tile& tile) {
+  for_each_tile(params, next_tile, [&](u32, const Tile& tile, int blocks) {
     float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
     float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
 #pragma unroll
@@ -715,7 +771,6 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     const int row = tile.first_row + lane_row;
     const int visible[2] = {visible_keys<kCausal>(row, params),
                             visible_keys<kCausal>(row + 8, params)};
-    const int blocks = visible_blocks(tile, params);
     // Blocks below this one are seen whole by every row of the warpgroup.
     const int first_masked =
         min(blocks, visible_keys<kCausal>(tile.first_row + warpgroup * 64, params) / kBlockN);
@@ -884,7 +939,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   if (warpgroup == 0) wait_for_turn();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
+extern "C" __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, kMinBlocksPerSm)
     fagen_forward_fp16_d64_full(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap o_map,
         const __grid_constant__ Params params, u32* tile_counter) {  // 0, or null if not used
@@ -901,13 +956,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     }
     for (int stage = 0; stage < kStages; ++stage) {
       for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.k_full[stage][slice], 1);
-      mbarrier_init(&shared.k_empty[stage], kConsumerWarpgroups * 4);
+      mbarrier_init(&shared.k_empty[stage], kCluster * kConsumerWarpgroups * 4);
       mbarrier_init(&shared.v_full[stage], 1);
-      mbarrier_init(&shared.v_empty[stage], kConsumerWarpgroups * 4);
+      mbarrier_init(&shared.v_empty[stage], kCluster * kConsumerWarpgroups * 4);
     }
     mbarrier_init_fence();
   }
-  __syncthreads();  // the barriers exist before anyone waits or arrives
+  auto sync_all = [] { kCluster == 1 ? __syncthreads() : cluster_sync(); };
+  sync_all();  // the barriers exist before anyone waits or arrives
 
   if constexpr (!kHasWgmma) {
     __trap();
@@ -920,4 +976,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     if constexpr (kProducerRegisters > 0) take_registers<kConsumerRegisters>();
     consume(shared, o_map, params);
   }
+  if (kCluster > 1) sync_all();  // nobody leaves while another block may still arrive at it
 }

@@ -50,7 +50,8 @@ BUGS: dict[str, Bug] = {
             _SM80: ("__syncthreads();", "__syncwarp();"),
             # Of Q and of K: the other waits often end before they begin.
             _SM90: (
-                "if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);\n"
+                "if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], "
+                "q_ring.parity);\n"
                 "          mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], "
                 "k_ring.parity);",
                 "",
