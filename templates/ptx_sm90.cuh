@@ -37,13 +37,14 @@ DEVICE void mbarrier_arrive(u64* barrier) {
                : "memory");
 }
 
-// An arrival at the same barrier of another block of the cluster, or of this one.
+// An arrival at the same barrier of another block of the cluster, or of this one. It orders nothing
+// beyond this block: with .release.cluster it would wait for all memory of the GPU.
 DEVICE void mbarrier_arrive_at(u64* barrier, u32 block_rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(block_rank)
       : "memory");
@@ -66,7 +67,7 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
 
 // All threads of all blocks of the cluster meet.
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- TMA: boxes of a (column, row, head, batch) tensor ----

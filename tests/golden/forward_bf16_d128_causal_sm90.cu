@@ -169,13 +169,14 @@ DEVICE void mbarrier_arrive(u64* barrier) {
                : "memory");
 }
 
-// An arrival at the same barrier of another block of the cluster, or of this one.
+// An arrival at the same barrier of another block of the cluster, or of this one. It orders nothing
+// beyond this block: with .release.cluster it would wait for all memory of the GPU.
 DEVICE void mbarrier_arrive_at(u64* barrier, u32 block_rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(block_rank)
       : "memory");
@@ -198,7 +199,7 @@ DEVICE void mbarrier_wait(u64* barrier, u32 parity) {
 
 // All threads of all blocks of the cluster meet.
 DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- TMA: boxes of a (column, row, head, batch) tensor ----
@@ -700,6 +701,13 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       ring.advance();
     }
   });
+  if (kCluster > 1) {  // stay until the other blocks have arrived at this one for the last time
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
+      mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
+      ring.advance();
+    }
+  }
   if (kDynamicTiles) {  // in place of a Q, word that there is none
     wait_for_q_buffer();
     shared.tile[q_ring.stage] = params.tiles;
@@ -953,8 +961,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     }
     mbarrier_init_fence();
   }
-  auto sync_all = [] { kCluster == 1 ? __syncthreads() : cluster_sync(); };
-  sync_all();  // the barriers exist before anyone waits or arrives
+  // The barriers exist before anyone waits or arrives.
+  kCluster == 1 ? __syncthreads() : cluster_sync();
 
   if constexpr (!kHasWgmma) {
     __trap();
@@ -967,5 +975,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     if constexpr (kProducerRegisters > 0) take_registers<kConsumerRegisters>();
     consume(shared, o_map, params);
   }
-  if (kCluster > 1) sync_all();  // nobody leaves while another block may still arrive at it
 }
