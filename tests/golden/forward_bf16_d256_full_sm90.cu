@@ -790,10 +790,8 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
         if (column % kBlockK == 0) {
           if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);
           mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
-          if (column == 0) {
-            wait_for_turn();
-            wgmma_fence();
-          }
+          if (column == 0) wait_for_turn();
+          wgmma_fence();
         }
         const int q_offset = QTile::offset(0, column) * sizeof(Element);
         const int k_offset = KvTile::offset(0, column) * sizeof(Element);
@@ -807,6 +805,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     auto multiply_pv = [&] {
       const u64 v_stage = v_descriptor + v_ring.stage * (kKvTileBytes >> 4);
       mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+      wgmma_fence();
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 16) {
         const u64 v_step = v_stage + (key * kChunkBytes >> 4);
@@ -848,7 +847,6 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       update_softmax(masked, block);
       softmax.rescale(o, correction);
       convert_p();
-      wgmma_fence();
       multiply_pv();
       wgmma_wait<0>();
       output_ready();
@@ -882,7 +880,6 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
         --block;
         for (; block >= first_masked; --block) overlapped_step(Constant<true>(), block);
         for (; block >= 0; --block) overlapped_step(Constant<false>(), block);
-        wgmma_fence();
         multiply_pv();
         wgmma_wait<0>();
         output_ready();
