@@ -62,8 +62,9 @@ COLLISION = 0.3  # softmax that meets each other warpgroup's if nobody orders th
 
 # A tile and a grid.
 TILE_CYCLES = 3200.0  # starting a block, first loads, storing O: fit
-# Share of it that is left where the next tile's loads run early, by buffers for Q: fit.
-PERSISTENT_TILE = {1: 0.2, 2: 0.0}
+# Share of it that is left where the next tile's loads run early, by buffers for Q; with two, its
+# first product runs early as well: fit.
+PERSISTENT_TILE = {1: 0.3, 2: -0.2}
 STATIC_TILE_KEYS = 64  # the same in keys, where tiles are dealt out beforehand
 L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys just then: fit
 TAIL_FULL = 0.65  # share of the last wave's idle time that is really lost: fit

@@ -218,7 +218,7 @@ def nvcc(folder: Path, target: str, *arguments: str) -> None:
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "wgmma" not in said.lower() and "warpgroup" not in said, said  # ptxas's notes (C75xx)
+    assert "warpgroup" not in said, said  # of ptxas, which had to help wgmma (C7519)
 
 
 @needs_nvcc
