@@ -39,7 +39,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "emit": ("fagen emit --arch sm90 --dtype bf16 --head-dim 128 --causal -o out/",),
     "list": ("fagen list --json",),
     "explain": ("fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",),
-    "bench": ("fagen bench --head-dim 128 --against fa3,cudnn --json results.json",),
+    "bench": (
+        "fagen bench --head-dim 128 --against fa3,cudnn --json results.json",
+        "fagen bench --grid B --json grid_b.json",
+    ),
     "report": ("fagen report --study d128_causal --bench results.json -o report/",),
     "check": ("fagen check --arch sm90 --sample 300",),
     "verify": ("fagen verify --dtype bf16 --head-dim 128",),
@@ -646,14 +649,24 @@ def bench(
         Path | None,
         typer.Option("--from", help="Measure nothing: read this JSON.", metavar="FILE"),
     ] = None,
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="A: the standard shapes. B: other head dims, grouped heads, a half-empty GPU, few "
+            "queries. C: A with and without LSE, without peers."
+        ),
+    ] = "A",
     against: Annotated[
-        str, typer.Option(help="Peers, of fa3,fa4,cudnn,fa2.")
+        str, typer.Option(help="Peers, of fa3,fa4,cudnn,fa2,flex.")
     ] = "fa3,fa4,cudnn,fa2",
     dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "bf16",
     seqlen: Annotated[
-        str, typer.Option(help="Sequence lengths.")
-    ] = "512,1024,2048,4096,8192,16384",
-    head_dim: Annotated[str, typer.Option(help="Head dims.")] = "64,128,256",
+        str | None,
+        typer.Option(help="Sequence lengths. Default: 512,1024,2048,4096,8192,16384."),
+    ] = None,
+    head_dim: Annotated[
+        str | None, typer.Option(help="Head dims. Default: 64,128,256; of grid B, all it has.")
+    ] = None,
     device: DeviceIndex = 0,
     sm80_config: Annotated[
         Path | None,
@@ -661,17 +674,19 @@ def bench(
     ] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Measure fagen beside FlashAttention-2, -3, -4 and cuDNN, where they are installed."""
-    from fagen import bench as room
+    """Measure fagen beside FlashAttention-2, -3, -4, cuDNN and FlexAttention, where installed."""
+    from fagen import results as shown
+    from fagen.bench import bench as measure
     from fagen.store import Store
 
     if results:
-        report = room.load_results(results)
+        found = shown.load_results(results)
     else:
-        report = room.bench(
+        found = measure(
+            grid=grid,
             dtype=dtype,
-            seqlens=_integers(seqlen, "--seqlen"),
-            head_dims=_integers(head_dim, "--head-dim"),
+            seqlens=_integers(seqlen, "--seqlen") if seqlen is not None else None,
+            head_dims=_integers(head_dim, "--head-dim") if head_dim is not None else None,
             peers=against.split(","),
             store=_store(ctx, config),
             sm80_store=Store.open(sm80_config) if sm80_config else None,
@@ -679,10 +694,10 @@ def bench(
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     if json_file:
-        room.save_results(report, json_file)
+        shown.save_results(found, json_file)
     if readme:
-        room.write_table(report, readme)
-    print(room.markdown(report))
+        shown.write_table(found, readme)
+    print(shown.markdown(found))
 
 
 @app.command(epilog=_example("report"))
@@ -710,7 +725,7 @@ def report(
     Needs matplotlib, which the extra "report" installs.
     """
     from fagen import report as room
-    from fagen.bench import load_results
+    from fagen.results import load_results
     from fagen.studies import last_storage
 
     written = room.report(

@@ -248,6 +248,11 @@ def compare(
     return times
 
 
+def read_clock(device_index: int = 0) -> float:
+    """The SM clock in MHz that this process's samples have seen since the last reading."""
+    return _timer(device_index).clock_mhz
+
+
 def prepare(device_index: int) -> None:
     """Sets up what every measurement on a device needs.
 

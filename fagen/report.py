@@ -31,7 +31,7 @@ from fagen.studies import KeptStudy, read_studies
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fagen.bench import Cell, Results
+    from fagen.results import Cell, Results
 
 PAGE = "report.html"
 EXAMPLES = 3  # reasons that are shown for each kind of rejection
@@ -277,28 +277,17 @@ def points(summary: Summary, bench: Results | None) -> list[Point]:
     ]
     if bench is None:
         return found
-    from fagen.bench import TITLES
+    from fagen.results import TITLES
 
     for cell in bench.cells:
         if _same_class(cell, bench, summary):
-            shape = _cell_shape(cell)
-            intensity = shape.flops(summary.problem) / shape.bytes(summary.problem)
+            intensity = cell.shape.flops(summary.problem) / cell.shape.bytes(summary.problem)
             found += [
                 Point(TITLES[name], intensity, cell.tflops[name])
                 for name in bench.peers
                 if name in cell.tflops
             ]
     return found
-
-
-def _cell_shape(cell: Cell) -> Shape:
-    return Shape(
-        batch=cell.batch,
-        seqlen_q=cell.seqlen,
-        seqlen_k=cell.seqlen,
-        heads_q=cell.heads,
-        heads_kv=cell.heads,
-    )
 
 
 def _same_class(cell: Cell, bench: Results, summary: Summary) -> bool:
@@ -308,7 +297,7 @@ def _same_class(cell: Cell, bench: Results, summary: Summary) -> bool:
         bench.device.startswith(summary.card)
         and bench.dtype == problem.dtype
         and (cell.head_dim, cell.causal) == (problem.head_dim, problem.causal)
-        and _cell_shape(cell).bucket() == summary.shape.bucket()
+        and cell.shape.bucket() == summary.shape.bucket()
     )
 
 

@@ -122,7 +122,11 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*FROM, "no/such.yaml"), "cannot read no/such.yaml"),
         ((*FROM, __file__), "test_cli.py"),
         ((*FROM, "/dev/zero"), "no file of recorded calls"),
-        (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2"),
+        (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2, flex"),
+        (("bench", "--grid", "D"), "allowed are A, B, C"),
+        (("bench", "--grid", "B", "--head-dim", "64"), "grid B has none"),
+        (("bench", "--seqlen", ""), "512,2048,8192"),
+        (("bench", "--seqlen", "32768"), "1 to 16384"),
         (("bench", "--from", "no.json"), "no.json"),
         (("bench",), "driver"),
         (("check", "--arch", "volta"), "sm80"),
@@ -196,7 +200,7 @@ def test_the_contract_of_the_flags() -> None:
         "list": "--config --json",
         "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
         " --kv-heads",
-        "bench": "--json",
+        "bench": "--json --readme --from --grid --against --dtype --seqlen --head-dim",
         "check": "--arch",
         "verify": "--arch --dtype --head-dim --causal --no-causal --config --storage --json",
         "doctor": "",
@@ -212,7 +216,7 @@ def test_the_contract_of_the_flags() -> None:
 
 def test_defaults_and_choices_are_those_of_the_rooms() -> None:
     """They are spelled out in the help, since `fagen --help` imports no room."""
-    from fagen import bench, check, search, tasks, tuner
+    from fagen import bench, check, peers, search, tasks, tuner
 
     def commas(values: Iterable[object]) -> str:
         return ",".join(map(str, values))
@@ -228,9 +232,11 @@ def test_defaults_and_choices_are_those_of_the_rooms() -> None:
         assert f"{effort}: {trials}" in help_of_effort
     assert commas(tasks.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
     assert all(sampler in flags["tune"]["sampler"].help for sampler in search.SAMPLERS)
-    assert flags["bench"]["seqlen"].default == commas(bench.SEQLENS)
-    assert flags["bench"]["head_dim"].default == commas(bench.HEAD_DIMS)
-    assert flags["bench"]["against"].default == commas(bench.ADAPTERS)
+    assert commas(bench.SEQLENS) in flags["bench"]["seqlen"].help
+    assert commas(bench.HEAD_DIMS) in flags["bench"]["head_dim"].help
+    assert flags["bench"]["against"].default == commas(bench.DEFAULT_PEERS)
+    assert commas(peers.PEERS) in flags["bench"]["against"].help
+    assert all(f"{grid}: " in flags["bench"]["grid"].help for grid in bench.GRIDS)
     sample = inspect.signature(check.check).parameters["sample"]
     assert flags["check"]["sample"].default == sample.default
 

@@ -155,6 +155,8 @@ def test_compare_orders_by_time() -> None:
     assert [len(rounds) for rounds in times.values()] == [5, 5]
     ratios = [slow / fast for slow, fast in zip(times["slow"], times["fast"], strict=True)]
     assert 1.05 < np.median(ratios) < 1.15
+    assert 300 < measure.read_clock() < 4000
+    assert measure.read_clock() == 0, "nothing ran since"
 
 
 @pytest.mark.gpu

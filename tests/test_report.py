@@ -12,7 +12,6 @@ import optuna
 import pytest
 
 from fagen import cli
-from fagen.bench import Cell, Results
 from fagen.config import Sm90Forward
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError
@@ -28,6 +27,7 @@ from fagen.report import (
     summarise,
     tensor_ceiling,
 )
+from fagen.results import Cell, Results
 from fagen.search import Study
 from fagen.space import default_config
 from fagen.statistics import spearman
@@ -221,11 +221,8 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
         Cell(
             head_dim=128,
             causal=True,
-            seqlen=seqlen,
-            batch=4,
-            heads=16,
-            us={},
-            spread={},
+            shape=SHAPE.model_copy(update={"seqlen_q": seqlen, "seqlen_k": seqlen}),
+            us={"fagen": (1.0,), "fa3": (1.0,)},
             tflops={"fagen": 600.0, "fa3": float(seqlen)},
             config="",
             tier="",
