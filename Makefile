@@ -35,8 +35,8 @@ check:  ## compile and judge every stored record and a sample of each space
 golden:  ## rewrite tests/golden after a template changed; read the diff
 	python tests/test_golden.py
 
-bench:  ## measure against the peers and rewrite the README's table
+bench:  ## measure against the peers and rewrite the README's table and picture
 	fagen bench --sm80-config benchmarks/results/h200_sm80_template.yaml \
-	  --json benchmarks/results/h200.json --readme README.md
+	  --json benchmarks/results/h200.json --readme README.md --plot benchmarks/results/h200.png
 
 all: lint types test  ## what has to pass before a change lands

@@ -41,7 +41,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "explain": ("fagen explain --arch sm90 --dtype bf16 --head-dim 128 --causal --seqlen 4096",),
     "bench": (
         "fagen bench --head-dim 128 --against fa3,cudnn --json results.json",
-        "fagen bench --grid B --json grid_b.json",
+        "fagen bench --from results.json --plot results.png",
     ),
     "report": ("fagen report --study d128_causal --bench results.json -o report/",),
     "check": ("fagen check --arch sm90 --sample 300",),
@@ -645,6 +645,10 @@ def bench(
         Path | None,
         typer.Option(help="Put the table between this file's markers.", metavar="FILE"),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw TFLOP/s over the length, as PNG (extra: report).", metavar="FILE"),
+    ] = None,
     results: Annotated[
         Path | None,
         typer.Option("--from", help="Measure nothing: read this JSON.", metavar="FILE"),
@@ -679,6 +683,10 @@ def bench(
     from fagen.bench import bench as measure
     from fagen.store import Store
 
+    if plot:  # its absence should show before minutes of measuring
+        from fagen.report import require_matplotlib
+
+        require_matplotlib()
     if results:
         found = shown.load_results(results)
     else:
@@ -697,6 +705,8 @@ def bench(
         shown.save_results(found, json_file)
     if readme:
         shown.write_table(found, readme)
+    if plot:
+        shown.save_plot(found, plot)
     print(shown.markdown(found))
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
 from fagen.report import exp2_ceiling, tensor_ceiling, varied_axes
+from fagen.results import TITLES, length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from fagen.device import Device
     from fagen.report import Point, Summary
+    from fagen.results import Results
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#6b6b6b"
@@ -281,6 +283,57 @@ def roofline_of_card(device: Device, summaries: Sequence[Summary]) -> Figure:
         axes.scatter(x, top, s=45, marker=mark, color=colour, edgecolors="white", label=new)
     axes.plot([], [], "_", color=GREY, markersize=9, label="the template's default")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    return figure
+
+
+# ---- the benchmark ----
+
+
+def speeds(results: Results) -> Figure:
+    """TFLOP/s over the sequence length: a row of panels for each head dim, full and causal."""
+    rows = list(dict.fromkeys((cell.head_dim, cell.note) for cell in results.cells))
+    masks = sorted({cell.causal for cell in results.cells})
+    lengths = sorted({cell.shape.seqlen_q for cell in results.cells})
+    figure = Figure(figsize=(4.2 * len(masks), 2.3 * len(rows) + 0.9), layout="constrained")
+    panels = figure.subplots(len(rows), len(masks), sharex=True, sharey="row", squeeze=False)
+    figure.suptitle(f"Forward, {results.dtype}, {results.device}", fontsize=11)
+    names = ("fagen", *results.rivals)
+    palette = dict(zip(names, (RED, *PEER_COLOURS, ORANGE), strict=False))
+    markers = dict(zip(names, ("o", *PEER_MARKS, "X"), strict=False))
+    for (head_dim, note), row in zip(rows, panels, strict=True):
+        for causal, panel in zip(masks, row, strict=True):
+            _plain(panel)
+            cells = sorted(
+                (
+                    c
+                    for c in results.cells
+                    if (c.head_dim, c.note, c.causal) == (head_dim, note, causal)
+                ),
+                key=lambda cell: cell.shape.seqlen_q,
+            )
+            panel.set_title(cells[0].row if cells else "", fontsize=9)
+            for name in names:
+                ran = [cell for cell in cells if name in cell.tflops]
+                panel.plot(
+                    [cell.shape.seqlen_q for cell in ran],
+                    [cell.tflops[name] for cell in ran],
+                    label=TITLES[name],
+                    color=palette[name],
+                    marker=markers[name],
+                    markersize=4,
+                    linewidth=2 if name == "fagen" else 1.2,
+                    zorder=3 if name == "fagen" else 2,
+                )
+    for panel in panels[:, 0]:
+        panel.set_ylabel("TFLOP/s", fontsize=9)
+        panel.set_ylim(bottom=0)
+    for panel in panels[-1]:
+        panel.set_xlabel("sequence length", fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [length_name(length) for length in lengths])
+        panel.xaxis.set_minor_locator(NullLocator())
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 

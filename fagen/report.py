@@ -355,7 +355,7 @@ def report(
         StoreError: for a storage that cannot be read.
         MissingDependencyError: without matplotlib.
     """
-    _require_matplotlib()
+    require_matplotlib()
     kept = read_studies(storage, studies)
     found = {study.name: summarise(study) for study in kept}
     summaries = [summary for summary in found.values() if summary is not None]
@@ -384,7 +384,8 @@ def report(
     )
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """Raises MissingDependencyError where the plots cannot be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

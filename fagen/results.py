@@ -1,4 +1,4 @@
-"""What `fagen bench` found: its JSON file and its table."""
+"""What `fagen bench` found: its JSON file, its table and its plot."""
 
 from __future__ import annotations
 
@@ -161,6 +161,21 @@ def load_results(path: Path) -> Results:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError):
         raise ArgumentError(f"{path} is no result of `fagen bench --json`") from None
+
+
+def save_plot(results: Results, path: Path) -> None:
+    """Draw TFLOP/s over the sequence length as a PNG file, a panel for each head dim and mask.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+        MissingDependencyError: without matplotlib.
+    """
+    from fagen.report import require_matplotlib
+
+    require_matplotlib()
+    from fagen import plots
+
+    _write(path, plots.png(plots.speeds(results)))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,9 +1,10 @@
-"""The benchmark's grids, check, arithmetic and table, with a stand-in for the GPU."""
+"""The benchmark's grids, check, arithmetic, table and plot, with a stand-in for the GPU."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fagen.results import (
     Results,
     load_results,
     markdown,
+    save_plot,
     save_results,
     write_table,
 )
@@ -291,7 +293,7 @@ def test_grid_b_has_a_row_for_each_kind_of_shape(run: Run) -> None:
     assert len(rows) == len(set(rows)) == 2 + 2 * (3 + 2 + 1)
 
 
-# ---- table and files ----
+# ---- table, files and plot ----
 
 
 def cell(seqlen: int, causal: bool, note: str = "", **us: float) -> Cell:
@@ -402,6 +404,33 @@ def test_the_table_goes_between_the_markers_and_nowhere_else(tmp_path: Path) -> 
     path.write_text("no markers")
     with pytest.raises(ArgumentError, match="markers"):
         write_table(hand_made(), path)
+
+
+def test_the_plot_has_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> None:
+    from fagen.plots import speeds
+
+    results = hand_made(*hand_made().cells, cell(1024, True, "32/8 heads", fagen=4, fa3=5))
+    panels = speeds(results).axes
+    assert [panel.get_title() for panel in panels] == [
+        "head dim 64, full",
+        "head dim 64, causal",
+        "",
+        "head dim 64, causal, 32/8 heads",
+    ]
+    lines = {str(line.get_label()): line for line in panels[0].get_lines()}
+    assert lines.keys() == {"fagen", "FlashAttention-3", "FlashAttention-2"}
+    assert np.array_equal(lines["fagen"].get_xydata(), [[512, 250], [1024, 500]])
+    path = tmp_path / "new" / "speeds.png"
+    save_plot(results, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_plot_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"fagen\[report\]"):
+        save_plot(hand_made(), tmp_path / "speeds.png")
 
 
 # ---- on a GPU ----

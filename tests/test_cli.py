@@ -200,7 +200,7 @@ def test_the_contract_of_the_flags() -> None:
         "list": "--config --json",
         "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
         " --kv-heads",
-        "bench": "--json --readme --from --grid --against --dtype --seqlen --head-dim",
+        "bench": "--json --readme --plot --from --grid --against --dtype --seqlen --head-dim",
         "check": "--arch",
         "verify": "--arch --dtype --head-dim --causal --no-causal --config --storage --json",
         "doctor": "",
