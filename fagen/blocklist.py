@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -152,7 +152,7 @@ class Guard:
     ) -> None:
         self._worker, self._blocklist, self._on_notice = worker, blocklist, on_notice
         self._before: tuple[_Run, Outcome] | None = None  # what ran last in this process
-        self._withdrawn: list[tuple[AnyConfig, Rejected]] = []
+        self._withdrawn: list[tuple[_Run, Rejected]] = []
         self._said_so = False
         if blocklist.warning:
             on_notice(Notice(f"{blocklist.warning}."))
@@ -194,10 +194,13 @@ class Guard:
         reason = f"on the blocklist since {entry.date}: {entry.kind}: {entry.reason}"
         return Rejected(kind="blocked", reason=reason)
 
-    def withdrawn(self) -> Iterator[tuple[AnyConfig, Rejected]]:
-        """Configs whose earlier outcomes turned out to be worthless, each told once."""
-        while self._withdrawn:
-            yield self._withdrawn.pop(0)
+    def withdrawn(self, problem: Problem) -> list[tuple[AnyConfig, Rejected]]:
+        """Configs whose earlier outcomes for a problem turned out to be worthless, told once.
+
+        Those for other problems are forgotten: their records are written.
+        """
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return [(run.config, why) for run, why in withdrawn if run.problem == problem]
 
     def _convict(self, run: _Run, earlier: Outcome) -> bool:
         """Whether a kernel was found bad, or is so now, in a new process."""
@@ -207,7 +210,7 @@ class Guard:
         if not isinstance(outcome, Rejected):
             return False
         why = outcome.model_copy(update={"reason": f"on its second run: {outcome.reason}"})
-        self._withdrawn.append((run.config, why))
+        self._withdrawn.append((run, why))
         if _is_lost(outcome):
             self._retry(run)
         return True

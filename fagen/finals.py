@@ -182,6 +182,8 @@ def side_by_side(
             outcome = guard.evaluate(kernel, problem, config, shapes[0])
             if isinstance(outcome, Rejected):
                 failed[config] = outcome
+        late = guard.withdrawn(problem)  # well when it was tried, but the next one paid for it
+        failed.update((config, why) for config, why in late if config in kernels)
         times = compare()
     for config in kernels:
         if config not in failed and any(str(config) not in at for at in times):
@@ -216,7 +218,7 @@ def crown(
     if not measured:
         counts = Counter(each.outcome.kind for each in tried if isinstance(each.outcome, Rejected))
         rejections = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-        on_event(Notice(f"{about}: nothing was measured ({rejections})."))
+        on_event(Notice(f"{about}: nothing was measured ({rejections or 'nothing was tried'})."))
         return None
     device = report.device
     allowed = [c for c in incumbents if why_illegal(c, problem, device) is None]

@@ -429,7 +429,7 @@ class _Tuning:
             if guard not in baselines:
                 baselines[guard] = self._baseline(guard, task, studies[0].legal.template)
             outcomes = self._judge(guard, task, *answer, twins, studies, baselines[guard])
-            withdrawn = [(config, [why] * len(studies)) for config, why in guard.withdrawn()]
+            withdrawn = [(c, [why] * len(studies)) for c, why in guard.withdrawn(task.problem)]
             return [*withdrawn, (answer[0], outcomes)]
 
         def on_outcome(study: Study, tried: Tried) -> None:

@@ -78,7 +78,7 @@ def test_what_crashes_twice_is_listed_and_never_run_again(bench: Bench, tmp_path
     assert crashed == Rejected(kind="crash", reason="the process that ran it was killed by SIGABRT")
     # The one before is run again, and then the one at fault, in a process of its own.
     assert bench.worker.ran == ["well", "abort", "well", "abort"]
-    assert list(bench.guard.withdrawn()) == []
+    assert bench.guard.withdrawn(PROBLEM) == []
     assert len(bench.notices) == 1
     assert str(tmp_path / "blocklist.json") in bench.notices[0]
 
@@ -122,20 +122,29 @@ def test_a_fault_that_shows_late_is_blamed_on_the_kernel_before(
     guilty = f"abort-later {tmp_path / 'mark'}"
     assert isinstance(bench.run(guilty), Measured)
     assert isinstance(bench.run("nap"), Measured), "it was innocent"
-    ((blamed, why),) = bench.guard.withdrawn()
+    ((blamed, why),) = bench.guard.withdrawn(PROBLEM)
     assert blamed == config(guilty)
     assert why.kind == "crash"
     assert "on its second run" in why.reason
-    assert list(bench.guard.withdrawn()) == []
+    assert bench.guard.withdrawn(PROBLEM) == []
     assert bench.list.find(digest(kernel(guilty).cubin), SHORT) is not None
     assert bench.list.find(digest(kernel("nap").cubin), SHORT) is None
+
+
+def test_a_late_fault_is_not_told_to_the_search_for_another_problem(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.run(f"abort-later {tmp_path / 'mark'}")
+    bench.run("nap")
+    assert bench.guard.withdrawn(Problem(dtype="bf16", head_dim=64)) == []
+    assert bench.guard.withdrawn(PROBLEM) == []
 
 
 def test_after_a_kernel_that_was_refused_the_next_one_gets_a_second_chance(bench: Bench) -> None:
     assert bench.run("scribble") == Rejected(kind="wrong", reason="wrote outside of the output")
     assert isinstance(bench.run("trusting"), Measured)
     assert bench.worker.ran == ["scribble", "trusting", "trusting"]
-    assert list(bench.guard.withdrawn()) == [], "it has no time to withdraw"
+    assert bench.guard.withdrawn(PROBLEM) == [], "it has no time to withdraw"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '[{"card": "x"}]', "\x00"])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fagen.blocklist import Blocklist, Guard
 from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig, Sm90Forward
-from fagen.finals import FINALISTS, choose, finalists, paired_ratio
+from fagen.errors import DeviceError
+from fagen.finals import FINALISTS, choose, finalists, paired_ratio, side_by_side
 from fagen.outcome import Measured, Rejected, Tried
-from fagen.problem import Problem
+from fagen.problem import Problem, Shape
+from fagen.worker import Candidate, Worker
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 ROUNDS = 11
@@ -114,3 +118,30 @@ def test_who_is_in_the_finals() -> None:
     assert finalists(tried, []) == top
     must = [many[0], top[3], twin, wrong, absent]
     assert finalists(tried, must) == [*top, many[0], twin, absent]
+
+
+class Together(Worker):
+    """Real processes for one kernel at a time; all of them together crash if a bad one is there."""
+
+    def compare(
+        self, candidates: Sequence[Candidate], problem: Problem, shape: Shape
+    ) -> dict[str, list[float]]:
+        if any(compiled.source.startswith("abort") for compiled, _ in candidates):
+            raise DeviceError("GPU 0: the process that ran it was killed by SIGABRT")
+        return {str(c): [100.0] * 5 for _, c in candidates}
+
+
+def test_a_finalist_whose_fault_shows_late_falls_out_and_not_the_next_one(tmp_path: Path) -> None:
+    resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
+    mix = {
+        c: Compiled("kernel", "sm90", what, what.encode(), resources, "13.0", what)
+        for c, what in ((A, f"abort-later {tmp_path / 'mark'}"), (B, "nap"), (C, "well"))
+    }
+    shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
+    with Together(evaluator="bad_evaluators:act_on_source") as worker:
+        blocklist = Blocklist(tmp_path / "blocklist.json", "NVIDIA H200 (132 SMs)")
+        guard = Guard(worker, blocklist, lambda notice: None)
+        (times,), failed = side_by_side(worker, guard, mix, PROBLEM, [shape])
+    assert times.keys() == {str(B), str(C)}
+    assert failed.keys() == {A}
+    assert failed[A].kind == "crash"
