@@ -118,9 +118,10 @@ def tile_count(config: AnyConfig, lengths: Lengths) -> int:
     if longest > MAX_SEQLEN:
         raise UnsupportedError(f"a sequence of {longest:,}: allowed are up to {MAX_SEQLEN:,}")
     tiles = lengths.batch * lengths.heads_q * -(-lengths.seqlen_q // config.tile_rows)
-    if tiles > MAX_TILES:
+    most = MAX_TILES // (config.tile_rows // config.block_m)  # a block for each part of a tile
+    if tiles > most:
         raise UnsupportedError(
-            f"{tiles:,} tiles of {config.tile_rows} queries: one call takes up to {MAX_TILES:,}; "
+            f"{tiles:,} tiles of {config.tile_rows} queries: one call takes up to {most:,}; "
             "split the batch"
         )
     return tiles

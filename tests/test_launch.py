@@ -272,6 +272,9 @@ def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: Loade
 def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: LoadedKernel) -> None:
     with pytest.raises(UnsupportedError, match="2,147,483,648 tiles"):
         launch(sm90, batch=1 << 20, heads_q=1 << 11, seqlen_q=1)
+    clusters = LoadedKernel(compiled(BF16_128), BF16_128, SM90.model_copy(update={"cluster": 2}))
+    with pytest.raises(UnsupportedError, match="up to 1,073,741,823;"):
+        launch(clusters, batch=1 << 20, heads_q=1 << 10, seqlen_q=1)
     with pytest.raises(UnsupportedError, match="1,073,741,824"):
         launch(sm90, seqlen_k=1 << 30)
 

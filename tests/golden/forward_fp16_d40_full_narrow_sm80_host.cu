@@ -64,7 +64,8 @@ extern "C" cudaError_t forward_fp16_d40_full_narrow_sm80_launch(
 
   const long long m_blocks = (static_cast<long long>(seqlen_q) + kBlockM - 1) / kBlockM;
   const long long heads = static_cast<long long>(batch) * heads_q;
-  if (heads > INT_MAX / m_blocks) return cudaErrorInvalidValue;  // tile indices are 32 bits
+  // Tile indices and the grid's x are 32 bits.
+  if (heads > INT_MAX / m_blocks) return cudaErrorInvalidValue;
 
   const Tensor q_tensor{q, {batch, seqlen_q, heads_q}, q_strides};
   const Tensor k_tensor{k, {batch, seqlen_k, heads_kv}, k_strides};
