@@ -157,9 +157,12 @@ def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
             return card, [] if number is None else [number]
         present = _present_devices()
         return card, [index for index, other in enumerate(present) if other.key == card.key]
-    numbers = _integers(chosen, "--device", least=0, example="0,1")
-    found = [_device(arch, number) for number in dict.fromkeys(numbers)]
-    return found[0][0], [number for _, number in found if number is not None]
+    numbers = list(dict.fromkeys(_integers(chosen, "--device", least=0, example="0,1")))
+    found = [_device(arch, number) for number in numbers]
+    for number, (card, place) in zip(numbers, found, strict=True):
+        if place is None:
+            raise ArgumentError(f"--device {number}: no {card.arch.name} card; name another one")
+    return found[0][0], numbers
 
 
 def _axis_words(words: Sequence[str]) -> dict[str, str]:
@@ -402,7 +405,8 @@ def tune(
         _refuse_problem_flags(ctx)
         tasks = tasks_from(recorded)
     fixed = _subspace(axes or (), template, tasks[0], card)
-    expected = room.estimate_seconds(tasks, trials, effort=effort, measured=bool(numbers))
+    measured = compile_only or bool(numbers)
+    expected = room.estimate_seconds(tasks, trials, effort=effort, measured=measured)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
         f"{_counted(len(tasks), 'problem')}, {_counted(shapes, 'shape')}, {card}: about "

@@ -42,7 +42,7 @@ class Rechecked(BaseModel):
         state: "holds": nothing that was tried is faster; "stale": something is, by more than 1 %;
             "wrong": its kernel fails, or gives wrong numbers.
         reason: one line; empty if it holds.
-        rivals: how many it was compared with.
+        rivals: how many it was timed with, 0 if it is wrong.
         recorded_us: the time on record in microseconds; median_us: that of today.
         faster: the config that is faster, if it is stale.
         ratio: today's time over that of `faster`.
@@ -151,7 +151,6 @@ def _judge(
             config=own,
             state=state,
             reason=reason,
-            rivals=len(kernels) - 1,
             recorded_us=record.result.median_us,
             **found,
         )
@@ -170,10 +169,11 @@ def _judge(
     best = fastest([times], map(str, kernels))
     ratio = paired_ratio([times], own, best)
     median_us, _ = median_and_spread(times[own])
+    timed: dict[str, Any] = {"rivals": len(kernels) - 1, "median_us": median_us}
     if ratio.no_slower:
-        return verdict("holds", median_us=median_us)
+        return verdict("holds", **timed)
     reason = f"{best} is {ratio.median - 1:.1%} faster"
-    return verdict("stale", reason, median_us=median_us, faster=best, ratio=ratio.median)
+    return verdict("stale", reason, faster=best, ratio=ratio.median, **timed)
 
 
 def _fault(record: Record, kernel: Compiled | None, guard: Guard, device: Device) -> str | None:

@@ -505,18 +505,19 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
     if "://" not in file and not Path(file).expanduser().is_file():
         raise ArgumentError(f"{where}: no such storage; `fagen tune --storage` writes one")
     storage = open_storage(where)
-    names = optuna.get_all_study_names(storage)
-    chosen = set() if wanted else set(names)
-    for part in wanted:
-        found = {part} & set(names) or {name for name in names if part in name}
-        if not found:
-            raise ArgumentError(
-                f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
-            )
-        chosen |= found
-    studies = [_read_study(name, storage) for name in names if name in chosen]
-    close_storage(storage)
-    return studies
+    try:
+        names = optuna.get_all_study_names(storage)
+        chosen = set() if wanted else set(names)
+        for part in wanted:
+            found = {part} & set(names) or {name for name in names if part in name}
+            if not found:
+                raise ArgumentError(
+                    f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
+                )
+            chosen |= found
+        return [_read_study(name, storage) for name in names if name in chosen]
+    finally:
+        close_storage(storage)
 
 
 def _read_study(name: str, storage: BaseStorage) -> KeptStudy:

@@ -492,23 +492,21 @@ class _Tuning:
         baseline: Mapping[Shape, float],
     ) -> list[Outcome]:
         """The outcome for each shape; a kernel that fails on one of them fails on all."""
-        rejected = _reject_unmeasured(task.problem, config, compiled, twins)
+        if rejected := _reject_unmeasured(task.problem, config, compiled, twins):
+            return [rejected] * len(task.shapes)
+        assert isinstance(compiled, Compiled)
         outcomes: list[Outcome] = []
         for shape, study in zip(task.shapes, studies, strict=True):
-            if rejected is None:
-                assert isinstance(compiled, Compiled)
-                outcome = evaluate_shapes(
-                    _timed_on(shape, self.effort),
-                    baseline,
-                    partial(self._evaluate, guard, compiled, task.problem, config),
-                    best=study.best.objective if study.best else math.inf,
-                )
-                if isinstance(outcome, Measured):
-                    outcomes.append(outcome)
-                    continue
-                rejected = outcome
-            break
-        return outcomes if rejected is None else [rejected] * len(task.shapes)
+            outcome = evaluate_shapes(
+                _timed_on(shape, self.effort),
+                baseline,
+                partial(self._evaluate, guard, compiled, task.problem, config),
+                best=study.best.objective if study.best else math.inf,
+            )
+            if isinstance(outcome, Rejected):
+                return [outcome] * len(task.shapes)
+            outcomes.append(outcome)
+        return outcomes
 
     def _crown(self, problem: Problem, shape: Shape, study: Study, template: str) -> Record | None:
         device = self.report.device

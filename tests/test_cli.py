@@ -527,6 +527,19 @@ def test_tune_takes_several_cards(
     assert scripted_tune[0]["devices"] == devices
 
 
+def test_tune_takes_no_other_card_than_the_one_that_is_named(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, scripted_tune: list[dict[str, Any]]
+) -> None:
+    cards = [H200, KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"]]
+    monkeypatch.setattr(driver, "device_count", lambda: len(cards))
+    monkeypatch.setattr(driver, "query_device", cards.__getitem__)
+    for chosen in ("1", "0,1"):
+        code, _, err = fagen("tune", "--arch", "sm90", "--device", chosen)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert "--device 1: no sm90 card" in err
+    assert not scripted_tune
+
+
 def test_tune_takes_several_problems(
     fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -116,7 +116,7 @@ def test_a_kernel_that_is_refused_is_wrong(tmp_path: Path) -> None:
     worker.bad[OWN] = Rejected(kind="wrong", reason="output is off")
     wrong, fine = run(worker, [RECORD, NEAR])
     assert (wrong.state, wrong.reason) == ("wrong", "wrong: output is off")
-    assert wrong.median_us is None
+    assert (wrong.median_us, wrong.rivals) == (None, 0)
     assert fine.state == "holds", "a rival that is wrong is no rival"
     assert fine.rivals == 1
 
