@@ -413,16 +413,18 @@ def test_static_rejections_never_reach_the_gpu(
 
 
 def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alike = {"stages": 2, "q_stages": 1, "overlap": True, "lazy_rescale": False}
+
     def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
         for problem, config, _ in jobs:
-            yield config, fake_kernel(problem, config.model_copy(update={"stages": 2}))
+            yield config, fake_kernel(problem, config.model_copy(update=alike))
 
     monkeypatch.setattr(tuning, "compiled_ahead", compiled)
     monkeypatch.setattr(prediction, "compiled_ahead", compiled)
     monkeypatch.setattr("fagen.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
-    unlike = [config.model_copy(update={"stages": 2}) for config, _ in worker.evaluated]
+    unlike = [config.model_copy(update=alike) for config, _ in worker.evaluated]
     assert max(Counter(unlike).values()) == len(TASK.shapes)
     last = [event for event in events if isinstance(event, TrialDone)][-1]
     assert last.rejections["duplicate"] > 0
