@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from alive import is_alive, wait_until_dead
 
 from fagen.errors import DeviceError
 from fagen.outcome import Measured, Outcome, Rejected
-from fagen.worker import Worker
+from fagen.problem import Problem, Shape
+from fagen.worker import Worker, _torch_call
 
 ACT = "bad_evaluators:act"
 
@@ -176,3 +178,15 @@ def test_no_device_is_one_line() -> None:
             worker.describe_device()
     else:
         pytest.skip("there is a device")
+
+
+def test_where_torch_has_too_little_memory_nothing_is_compared_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA out of memory")  # torch.OutOfMemoryError is one of these
+
+    torch = SimpleNamespace(bfloat16=None, float16=None, randn=full)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
+    assert _torch_call(Problem(dtype="bf16", head_dim=64), shape, 0) is None
