@@ -72,7 +72,11 @@ class _KernelLock:
 class _Journal(JournalFileBackend):
     """A journal file that can be given several operations as one write."""
 
-    _waiting: list[dict[str, Any]] | None = None
+    def __init__(self, path: Path, lock: _KernelLock) -> None:
+        # Duck-typed: the base class of Optuna's locks is not public.
+        super().__init__(str(path), lock_obj=lock)  # type: ignore[arg-type]
+        self._kernel_lock = lock
+        self._waiting: list[dict[str, Any]] | None = None
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         if self._waiting is None:
@@ -82,19 +86,26 @@ class _Journal(JournalFileBackend):
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """What is appended meanwhile is written at the end, if nothing is raised."""
-        waiting = self._waiting = []
+        """What is appended meanwhile is written at the end, if nothing is raised.
+
+        Nobody else writes before that: what is read inside still holds then.
+        """
+        self._kernel_lock.acquire()
         try:
-            yield
+            waiting = self._waiting = []
+            try:
+                yield
+            finally:
+                self._waiting = None
+            if waiting:
+                self.append_logs(waiting)
         finally:
-            self._waiting = None
-        self.append_logs(waiting)
+            self._kernel_lock.release()
 
 
 class _JournalStorage(JournalStorage):
     def __init__(self, path: Path, lock: _KernelLock) -> None:
-        # Duck-typed: the base class of Optuna's locks is not public.
-        self.path, self.journal = path, _Journal(str(path), lock_obj=lock)  # type: ignore[arg-type]
+        self.path, self.journal = path, _Journal(path, lock)
         super().__init__(self.journal)
 
 
@@ -380,10 +391,10 @@ class Ledger:
     ) -> None:
         """Ends a running trial; one that another process has given up stays so."""
         storage = self._storage
-        if storage.get_trial(trial_id).state.is_finished():
-            return
         once = storage.journal.at_once() if isinstance(storage, _JournalStorage) else nullcontext()
         with suppress(UpdateFinishedTrialError), once:
+            if storage.get_trial(trial_id).state.is_finished():
+                return
             for key, attribute in attributes.items():
                 storage.set_trial_user_attr(trial_id, key, attribute)
             storage.set_trial_state_values(trial_id, state, None if value is None else [value])

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,24 @@ def test_a_claim_of_another_host_ends_with_its_time(
     near.claim(config)
     near.tell(config, Measured(time_us=2.0))
     assert [tried.time_us for tried in join().tried] == [2.0]
+
+
+def test_survivors_that_give_up_the_same_claims_do_not_collide(storage: str) -> None:
+    """Of one process, earlier ledgers are dead ones; threads stand in for the survivors."""
+    opened = [open_storage(storage) for _ in range(4)]
+    first, *survivors = (Study("many", legal_set(), storage=each, resume=True) for each in opened)
+    claimed = [first.ask() for _ in range(30)]
+    assert all(config is not None and first.hold(config) for config in claimed)
+    together = threading.Barrier(len(survivors), timeout=60)
+
+    def survive(study: Study) -> list[set[int]]:
+        together.wait()
+        return [study.read() for _ in range(3)]
+
+    with ThreadPoolExecutor(len(survivors)) as threads:
+        assert list(threads.map(survive, survivors)) == [[set()] * 3] * len(survivors)
+    for each in opened:
+        studies.close_storage(each)
 
 
 def test_a_time_that_one_process_withdraws_is_withdrawn_in_all(tmp_path: Path) -> None:
