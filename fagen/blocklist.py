@@ -58,28 +58,42 @@ class Blocked(BaseModel):
 class Blocklist:
     """The list of one card, in a file that other cards and processes may share.
 
-    A file that is damaged counts as empty and stays as it is; `warning` then says so.
+    A file that is damaged counts as empty and stays as it is.
 
     Args:
         path: the file, which need not exist.
         card: `Device.key`.
+        on_notice: told if the file is damaged, when an entry is first found, and by each `Guard`.
     """
 
-    def __init__(self, path: Path, card: str) -> None:
-        self.path, self.card = path, card
-        self.warning = ""
+    def __init__(
+        self,
+        path: Path,
+        card: str,
+        on_notice: Callable[[Notice], object] = lambda notice: None,
+    ) -> None:
+        self.path, self.card, self.on_notice = path, card, on_notice
+        self._is_known = False  # to the user, that there is such a list
         self._of_card: dict[tuple[str, str], Blocked] = {}
         try:
             entries = _read(path)
         except StoreError as error:
-            self.warning = f"{error}; kernels that crashed before are run again"
+            on_notice(Notice(f"{error}; kernels that crashed before are run again."))
         else:
             self._of_card = {(e.cubin, e.bucket): e for e in entries if e.card == card}
 
     def find(self, cubin: str, shape: Shape) -> Blocked | None:
         """The entry that keeps a cubin from running on these lengths."""
         of_card = self._of_card
-        return of_card.get((cubin, "")) or of_card.get((cubin, str(shape.bucket())))
+        found = of_card.get((cubin, "")) or of_card.get((cubin, str(shape.bucket())))
+        if found is not None and not self._is_known:
+            self._is_known = True
+            self.on_notice(
+                Notice(
+                    f"Kernels on the blocklist {self.path} are left out; edit it to try them again."
+                )
+            )
+        return found
 
     def add(
         self, cubin: str, problem: Problem, config: AnyConfig, shape: Shape, why: Rejected
@@ -141,21 +155,12 @@ class _Run(NamedTuple):
 
 
 class Guard:
-    """Evaluates on a worker, and finds out who is to blame when it is lost.
+    """Evaluates on a worker, and finds out who is to blame when it is lost."""
 
-    Args:
-        on_notice: told when the list is first used, and for each kernel put on it.
-    """
-
-    def __init__(
-        self, worker: Worker, blocklist: Blocklist, on_notice: Callable[[Notice], object]
-    ) -> None:
-        self._worker, self._blocklist, self._on_notice = worker, blocklist, on_notice
+    def __init__(self, worker: Worker, blocklist: Blocklist) -> None:
+        self._worker, self._blocklist = worker, blocklist
         self._before: tuple[_Run, Outcome] | None = None  # what ran last in this process
         self._withdrawn: list[tuple[_Run, Rejected]] = []
-        self._said_so = False
-        if blocklist.warning:
-            on_notice(Notice(f"{blocklist.warning}."))
 
     def evaluate(
         self,
@@ -190,7 +195,6 @@ class Guard:
         entry = self._blocklist.find(digest(compiled.cubin), shape)
         if entry is None:
             return None
-        self._say_where()
         reason = f"on the blocklist since {entry.date}: {entry.kind}: {entry.reason}"
         return Rejected(kind="blocked", reason=reason)
 
@@ -223,23 +227,14 @@ class Guard:
             self._worker.close()  # it failed once: what it left behind is not trusted
             return
         why = cast(Rejected, again)
+        blocklist = self._blocklist
         try:
-            self._blocklist.add(digest(run.compiled.cubin), *run[1:], why)
+            blocklist.add(digest(run.compiled.cubin), *run[1:], why)
         except StoreError as error:
-            self._on_notice(Notice(f"{run.config}: {why.kind} twice, but {error}."))
+            what = f"but {error}"
         else:
-            where = self._blocklist.path
-            self._on_notice(
-                Notice(f"{run.config}: {why.kind} twice, now on the blocklist {where}.")
-            )
-
-    def _say_where(self) -> None:
-        if not self._said_so:
-            self._said_so = True
-            where = self._blocklist.path
-            self._on_notice(
-                Notice(f"Kernels on the blocklist {where} are left out; edit it to try them again.")
-            )
+            what = f"now on the blocklist {blocklist.path}"
+        blocklist.on_notice(Notice(f"{run.config}: {why.kind} twice, {what}."))
 
 
 def _is_lost(outcome: Outcome) -> bool:

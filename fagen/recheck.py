@@ -91,7 +91,8 @@ def recheck(
             )
         where = storage if storage is not None else default_storage(device)
         kept = read_studies(where) if storage is not None or Path(where).exists() else []
-        guard = Guard(running, Blocklist(blocklist_path(where, device), device.key), on_notice)
+        blocklist = Blocklist(blocklist_path(where, device), device.key, on_notice)
+        guard = Guard(running, blocklist)
         rivals = {record.key: _rivals(record, records, kept, device) for record in mine}
         jobs = [(r.problem, config) for r in mine for config in [r.config, *rivals[r.key]]]
         kernels: dict[tuple[Problem, AnyConfig], Compiled | CompileError] = {}

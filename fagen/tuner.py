@@ -188,7 +188,7 @@ def tune(
             )
         where = storage if storage is not None else default_storage(device)
         kept = open_storage(where)
-        blocklist = Blocklist(blocklist_path(where, device), device.key)
+        blocklist = Blocklist(blocklist_path(where, device), device.key, on_event)
         tuning = _Tuning(
             cards=cards,
             compile_only=compile_only,
@@ -204,7 +204,7 @@ def tune(
             out=path,
             processes=processes,
             on_event=on_event,
-            guards={worker: Guard(worker, blocklist, on_event) for worker in cards},
+            guards={worker: Guard(worker, blocklist) for worker in cards},
         )
         try:
             records, studies, finished = tuning.run(tasks, budget_s)

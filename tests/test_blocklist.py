@@ -41,8 +41,8 @@ class Bench:
         self.events: list[Event] = []
         self.worker = worker
         self.worker.ran = []
-        self.list = Blocklist(folder / "blocklist.json", card)
-        self.guard = Guard(worker, self.list, self.events.append)
+        self.list = Blocklist(folder / "blocklist.json", card, self.events.append)
+        self.guard = Guard(worker, self.list)
 
     def run(self, what: str, shape: Shape = SHORT) -> Outcome:
         return self.guard.evaluate(kernel(what), PROBLEM, config(what), shape)
@@ -83,6 +83,8 @@ def test_what_crashes_twice_is_listed_and_never_run_again(bench: Bench, tmp_path
     assert str(tmp_path / "blocklist.json") in bench.notices[0]
 
     later = Bench(tmp_path, bench.worker)
+    another = Guard(bench.worker, later.list)  # of another card, say
+    assert another.why_blocked(kernel("abort"), SHORT) is not None
     for shape in (SHORT, LONG):
         refused = later.run("abort", shape)
         assert isinstance(refused, Rejected)

@@ -140,7 +140,7 @@ def test_a_finalist_whose_fault_shows_late_falls_out_and_not_the_next_one(tmp_pa
     shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
     with Together(evaluator="bad_evaluators:act_on_source") as worker:
         blocklist = Blocklist(tmp_path / "blocklist.json", "NVIDIA H200 (132 SMs)")
-        guard = Guard(worker, blocklist, lambda notice: None)
+        guard = Guard(worker, blocklist)
         (times,), failed = side_by_side(worker, guard, mix, PROBLEM, [shape])
     assert times.keys() == {str(B), str(C)}
     assert failed.keys() == {A}
