@@ -2,7 +2,8 @@
 
 Kernels with `dynamic_tiles` draw their tiles from it and leave it at 0. What one stream runs comes
 one after the other, so a word for each suffices. A launch that a CUDA graph captures gets a word
-of its own, since the graph may run beside its stream. No word is ever given back.
+of its own, since the graph may run beside its stream; of one captured graph, instantiated twice,
+the two must not run at the same time. No word is ever given back.
 """
 
 from __future__ import annotations
