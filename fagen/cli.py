@@ -149,6 +149,14 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
     return typical_device(wanted), None
 
 
+def _without_password(storage: str) -> str:
+    if "://" not in storage:
+        return storage
+    from sqlalchemy import make_url
+
+    return make_url(storage).render_as_string()
+
+
 def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
     """The card to tune for, and the numbers of those that are present: "0,1" or "all"."""
     if chosen is None or chosen == "all":
@@ -435,7 +443,7 @@ def tune(
     if result.records:
         print(f"saved in {result.path}")
     if result.storage:
-        print(f"trials kept in {result.storage}")
+        print(f"trials kept in {_without_password(result.storage)}")
     if result.measured and (gain := describe_gain(result.records)):
         print(f"{_counted(len(result.records), 'kernel')}: {gain}")
     if result.interrupted:

@@ -413,8 +413,10 @@ def kernel_of(
     problem: Problem, shape: Shape, config: AnyConfig, device: Device, resources: Resources | None
 ) -> Kernel | None:
     """The kernel's cycles; None if it has nothing to do."""
-    head = steps_of_head(shape, problem.causal, config.block_m, config.block_n)
-    heads = shape.batch * shape.heads_q
+    # The blocks of a cluster all walk as far as its last row sees.
+    head = steps_of_head(shape, problem.causal, config.tile_rows, config.block_n)
+    cluster = config.tile_rows // config.block_m
+    heads = shape.batch * shape.heads_q * cluster
     tiles = head.tiles * heads
     if head.total * heads == 0:
         return None
@@ -440,7 +442,7 @@ def kernel_of(
         total += (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
     elif persistent and not _draws_tiles(config):
         grouped = config.head_grouping
-        total *= static_imbalance(problem, shape, config.block_m, slots, grouped)
+        total *= static_imbalance(problem, shape, config.tile_rows, slots // cluster, grouped)
     else:
         # A group of heads starts with its longest tiles: its short ones fill the end.
         longest = tile(head.longest, residents)

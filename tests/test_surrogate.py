@@ -61,7 +61,7 @@ def test_what_the_static_model_misses_is_learned(legal: LegalSet) -> None:
     for row in rows[:60]:
         tell(model, int(row), Measured(time_us=truth(row)))
     errors = [math.log(model.expect(int(row)) / truth(row)) for row in rows[60:160]]
-    assert np.abs(errors).mean() < 0.02
+    assert np.abs(errors).mean() < 0.03
 
 
 def test_asks_that_are_pending_differ(legal: LegalSet) -> None:
