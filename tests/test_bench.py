@@ -450,6 +450,7 @@ def adapted(name: str, x: Inputs) -> peers.Call:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # a peer's are not ours
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("lengths", [(256, 256, 2), (256, 256, 8), (128, 384, 2)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
@@ -465,6 +466,7 @@ def test_each_peer_that_is_installed_is_called_right(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # a peer's are not ours
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_works_on_the_stream_that_it_is_given(name: str) -> None:
     """On another one its work would not be timed."""
