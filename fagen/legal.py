@@ -42,24 +42,33 @@ class LegalSet:
             for axis, values in self.axes.items()
         ]
         self.points = math.prod(map(len, self.axes.values()))
-        self.removed: Counter[str] = Counter()
+        # No rule reads the free axes: the others are walked, and each config of theirs multiplied.
+        read = {axis for rule in space.RULES[template] for axis in rule.axes}
+        free = [axis for axis in self.axes if axis not in read]
+        held = {axis: self.axes[axis][0] for axis in free}
+        removed: Counter[str] = Counter()
         rows = [
             [place[getattr(config, axis)] for axis, place in places]
             for config in space.legal_configs(
-                template, problem, device, fixed=fixed, rejections=self.removed
+                template, problem, device, fixed={**(fixed or {}), **held}, rejections=removed
             )
         ]
-        positions = np.array(rows, dtype=np.int8).reshape(len(rows), len(self.axes))
+        variants = np.indices([len(self.axes[axis]) for axis in free]).reshape(len(free), -1).T
+        self.removed = Counter({rule: count * len(variants) for rule, count in removed.items()})
+        walked = np.array(rows, dtype=np.int8).reshape(len(rows), len(self.axes))
+        positions = np.repeat(walked, len(variants), axis=0)
+        columns = [list(self.axes).index(axis) for axis in free]
+        positions[:, columns] = np.tile(variants, (len(walked), 1))
         sizes = [len(values) for values in self.axes.values()]
         self._weights = np.cumprod([1, *sizes[:0:-1]], dtype=np.int64)[::-1]
         codes = positions @ self._weights
         order = np.argsort(codes)
         self.positions, self._codes = positions[order], codes[order]
         if not rows:
-            held = [f"{axis}={','.join(map(str, self.axes[axis]))}" for axis in fixed or ()]
+            asked = [f"{axis}={','.join(map(str, self.axes[axis]))}" for axis in fixed or ()]
             raise ArgumentError(
                 f"{problem} has no legal config of {template} with "
-                f"{' '.join(held) or 'any values'} on {device}: allow more values of an axis"
+                f"{' '.join(asked) or 'any values'} on {device}: allow more values of an axis"
             )
 
     def __len__(self) -> int:

@@ -15,9 +15,17 @@ import pytest
 
 from fagen import render
 from fagen.compile import Compiled, compile_many, compile_source
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward, parse_config, round_up
+from fagen.config import (
+    TEMPLATES,
+    AnyConfig,
+    Sm80Forward,
+    Sm90Forward,
+    parse_config,
+    round_up,
+)
 from fagen.device import ARCHITECTURES, Device, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError
+from fagen.legal import LegalSet
 from fagen.problem import Problem
 from fagen.space import axes, default_config, legal_configs, why_illegal
 
@@ -387,3 +395,17 @@ def test_a_few_accepted_configs_compile(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_accepted_configs_compile(arch: str) -> None:
     _compile_within_limits(arch, 300, head_dims=(40, *HEAD_DIMS))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_legal_set_is_what_the_walk_yields(template: str) -> None:
+    """Rows, size of the space and what each rule removes, on a part that keeps free axes."""
+    problem, device = _problem(128), _device("sm90")
+    fixed = {"block_n": (64, 128, 176), "stages": (1, 2), "exp2_fma_every": (0,)}
+    removed: Counter[str] = Counter()
+    walked = set(legal_configs(template, problem, device, fixed=fixed, rejections=removed))
+    legal = LegalSet(problem, device, template, fixed=fixed)
+    assert {legal.config(row) for row in range(len(legal))} == walked
+    assert len(legal) == len(walked) > 1000
+    assert legal.removed == removed
+    assert legal.points == len(legal) + removed.total()
