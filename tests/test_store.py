@@ -135,7 +135,7 @@ def test_of_two_records_in_a_file_the_measured_one_counts(path: Path, first: str
     ("old", "new", "reason"),
     [
         ("head_dim: 128,", "head_dim: 128, window: 64,", "window"),
-        ("block_m: 128,", "block_m: 128, cluster: 2,", "cluster"),
+        ("block_m: 128,", "block_m: 128, kv_splits: 2,", "kv_splits"),
         ("block_m: 128,", "block_m: 1000,", "block_m"),
         ("forward_sm90", "forward_sm100", "forward_sm100"),
         ("axes_version: 1", "axes_version: 2", "axes_version is 2"),
