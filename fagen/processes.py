@@ -88,7 +88,8 @@ def in_processes(
                 elif time.monotonic() > child.deadline:
                     answers.append((child.job, failure(f"stopped after {timeout:g} s")))
                     child.kill()
-            children = [child for child in children if child.process.is_alive()]
+            # One that died over its job in the meantime still has to be asked for the answer.
+            children = [c for c in children if c.job is not None or c.process.is_alive()]
     finally:
         for child in children:
             child.kill()
@@ -148,6 +149,7 @@ class _Child:
         return failure(f"the process was killed by {signal.Signals(-code).name}")
 
     def kill(self) -> None:
+        self.job = None
         self.process.kill()
         self.process.join()
         self.connection.close()

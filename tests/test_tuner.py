@@ -38,7 +38,7 @@ from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape, standard_shape
 from fagen.report import summarise
 from fagen.space import default_config, why_illegal
-from fagen.store import Card, load_records, save_records
+from fagen.store import CONFIG_VARIABLE, Card, load_records, save_records
 from fagen.studies import default_storage, last_storage, open_storage, read_studies
 from fagen.tasks import Task, companions, standard_tasks
 from fagen.tuner import TuneResult, estimate_seconds, tune
@@ -94,11 +94,14 @@ def fake_kernel(problem: Problem, config: AnyConfig, *_: Any, spill_bytes: int =
 
 
 @pytest.fixture(autouse=True)
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_compiler_and_no_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
         for problem, config, _ in jobs:
             yield config, fake_kernel(problem, config)
 
+    none = tmp_path / "none.yaml"
+    save_records(none, [])
+    monkeypatch.setenv(CONFIG_VARIABLE, str(none))
     monkeypatch.setattr(tuning, "compiled_ahead", compiled)
     monkeypatch.setattr(prediction, "compiled_ahead", compiled)
     monkeypatch.setattr(finals, "compile_kernel", fake_kernel)
