@@ -45,6 +45,7 @@ CACHE_VERSION = 2  # part of every key: raised when an entry's files change thei
 # Beside the target and the header folder. NVRTC 13.0 takes generic lambdas for host code unless
 # device is the default.
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+FIRST_NVRTC_CACHE = (12, 9)  # its own cache, which keeps no log and costs time beside ours
 LEFTOVER_SECONDS = 3600.0  # age at which a half-written entry has lost its writer
 
 _log = logging.getLogger(__name__)
@@ -265,13 +266,12 @@ def _run_nvrtc(source: str, arch: Architecture, kernel_name: str) -> tuple[bytes
             f"CuPy cannot make its cache folder {error.filename} ({error.strerror}): set "
             "CUPY_CACHE_DIR to a folder that you can write"
         ) from None
-    options = (f"-arch={arch.target}", *OPTIONS, f"-I{_header_folder()}")
+    options = [f"-arch={arch.target}", *OPTIONS, f"-I{_header_folder()}"]
+    if tuple(map(int, nvrtc_version().split("."))) >= FIRST_NVRTC_CACHE:
+        options.append("--no-cache")
     try:
-        nvrtc.compileProgram(program, options)
+        nvrtc.compileProgram(program, tuple(options))
         log = nvrtc.getProgramLog(program)
-        if not log:  # NVRTC's own cache had it, and keeps no log
-            nvrtc.compileProgram(program, (*options, "--no-cache"))
-            log = nvrtc.getProgramLog(program)
         # CuPy takes the last byte, a zero of the ELF's headers, for a terminator.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getPTX(program), log
     except nvrtc.NVRTCError as error:
