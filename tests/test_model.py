@@ -266,6 +266,13 @@ def test_steps_are_the_blocks_that_hold_a_visible_key(
         assert steps.longest == max(visited)
 
 
+def test_each_warpgroup_masks_the_keys_that_not_all_its_rows_see() -> None:
+    """A tile of 128 rows on 128 keys, in blocks of 16: its second half sees the first 64 whole."""
+    shape = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
+    assert steps_of_head(shape, True, 128, 16).masked == 8
+    assert steps_of_head(shape, True, 128, 16, rows=64).masked == (8 + 4) / 2
+
+
 def test_resident_blocks_follow_shared_memory_registers_and_threads() -> None:
     problem = Problem(dtype="bf16", head_dim=64)
     small = hopper(64, 80, 64, min_blocks_per_sm=3, **SMALL)
