@@ -186,7 +186,7 @@ def test_bits_do_not_depend_on_timing(config: Sm90Forward) -> None:
 def test_a_missing_barrier_shows(name: str, barrier: str) -> None:
     config = CONFIGS[name]
     source = with_jitter(without(render(PROBLEM, config), barrier))
-    assert differing_runs(load(source, config), runs=20) > 0
+    assert differing_runs(load(source, config), runs=60) > 0
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
