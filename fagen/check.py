@@ -20,7 +20,7 @@ from fagen.config import AnyConfig
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
 from fagen.problem import DTYPES, Problem
-from fagen.space import RULES, axes, legal_configs, why_illegal
+from fagen.space import axes, free_axes, legal_configs, why_illegal
 
 if TYPE_CHECKING:
     from fagen.compile import Compiled
@@ -114,17 +114,12 @@ class Report(BaseModel):
         return sound and not self.sample.refused and not self.unreadable
 
 
-def _free_axes(template: str, problem: Problem) -> dict[str, tuple[Any, ...]]:
-    """The axes that no rule reads: every legal point is legal with each of their values."""
-    read = {axis for rule in RULES[template] for axis in rule.axes}
-    return {name: v for name, v in axes(template, problem).items() if name not in read}
-
-
 def _legal_core(
     template: str, problem: Problem, device: Device, rejections: Counter[str] | None = None
 ) -> tuple[list[AnyConfig], dict[str, tuple[Any, ...]]]:
     """The legal configs with each free axis at its first value, and the free axes."""
-    free = _free_axes(template, problem)
+    names = free_axes(template)
+    free = {name: v for name, v in axes(template, problem).items() if name in names}
     first = {name: values[0] for name, values in free.items()}
     core = legal_configs(template, problem, device, fixed=first, rejections=rejections)
     return list(core), free

@@ -42,9 +42,8 @@ class LegalSet:
             for axis, values in self.axes.items()
         ]
         self.points = math.prod(map(len, self.axes.values()))
-        # No rule reads the free axes: the others are walked, and each config of theirs multiplied.
-        read = {axis for rule in space.RULES[template] for axis in rule.axes}
-        free = [axis for axis in self.axes if axis not in read]
+        # Only the axes that a rule reads are walked, and each config of theirs is multiplied.
+        free = space.free_axes(template)
         held = {axis: self.axes[axis][0] for axis in free}
         removed: Counter[str] = Counter()
         rows = [

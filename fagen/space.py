@@ -237,6 +237,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+def free_axes(template: str) -> tuple[str, ...]:
+    """The axes that no rule reads: what is legal is so with each of their values."""
+    read = {axis for rule in RULES[template] for axis in rule.axes}
+    return tuple(name for name in TEMPLATES[template].axis_names() if name not in read)
+
+
 def why_illegal(config: AnyConfig, problem: Problem, device: Device) -> str | None:
     """The first rule that `config` breaks for `problem` on `device`, or None if it is legal."""
     for rule in RULES[config.template]:

@@ -15,7 +15,7 @@ from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
 from fagen.problem import Problem
-from fagen.space import axes, default_config, legal_configs, why_illegal
+from fagen.space import axes, default_config, free_axes, legal_configs, why_illegal
 from fagen.store import Card, Record, RecordFile, Skipped
 
 HERE = Path("sm90.yaml")
@@ -135,7 +135,7 @@ def test_with_a_device_the_verdict_counts(
 
 def test_free_axes_are_those_that_no_rule_reads() -> None:
     for template in SM90.templates:
-        free = room._free_axes(template, PROBLEM)
+        free = free_axes(template)
         assert set(free) < set(axes(template, PROBLEM))
         assert "head_grouping" in free
         assert not {"block_m", "block_n", "block_k", "stages"} & set(free)
