@@ -395,6 +395,10 @@ def tune(
 
     if not compile_only:
         card, numbers = _devices(arch, device)
+    elif device is not None or out is not None:
+        raise ArgumentError(
+            "--compile-only measures nothing and saves no record: leave out --device and --out"
+        )
     elif arch is not None and storage is not None and resume:
         card = typical_device(architecture(arch))
         numbers = []

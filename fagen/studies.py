@@ -508,7 +508,7 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
 
     Raises:
         ArgumentError: where there is no storage, or no such study.
-        StoreError: as `open_storage`.
+        StoreError: as `open_storage`, or if the database goes away.
     """
     file = str(where)
     if file.startswith("sqlite:///"):  # which would be made
@@ -527,6 +527,9 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
                 )
             chosen |= found
         return [_read_study(name, storage) for name in names if name in chosen]
+    except StorageInternalError as error:
+        why = str(error.__cause__ or error).splitlines()[0]
+        raise StoreError(f"cannot read the studies of the database: {why}") from None
     finally:
         close_storage(storage)
 

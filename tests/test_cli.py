@@ -116,6 +116,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE, "--set", "block_n"), "an axis and its value"),
         ((*TUNE, "--device", "0,x"), "at least 0 with commas"),
         ((*TUNE, "--compile-only"), "name --arch, --storage and --resume"),
+        ((*TUNE, "--compile-only", "--device", "0"), "leave out --device and --out"),
         (("tune",), "--arch"),
         ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
         ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),

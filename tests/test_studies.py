@@ -226,6 +226,19 @@ def test_a_database_that_goes_away_is_one_line() -> None:
     studies.close_storage(storage)
 
 
+def test_a_database_that_goes_away_while_it_is_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if reason := postgres.why_no_server():
+        pytest.skip(reason)
+    with postgres.server() as url:
+        storage = open_storage(url)
+    monkeypatch.setattr(studies, "open_storage", lambda where: storage)
+    with pytest.raises(StoreError, match="cannot read the studies of the database: ") as caught:
+        read_studies(url)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_database_that_cannot_be_opened_is_one_line_without_the_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
