@@ -388,22 +388,15 @@ def tune(
 
     from fagen import tuner as room
     from fagen.config import TEMPLATES
-    from fagen.device import architecture, typical_device
     from fagen.progress import TuneProgress, describe_gain, span
     from fagen.search import SAMPLERS
     from fagen.tasks import tasks_from
 
-    if not compile_only:
-        card, numbers = _devices(arch, device)
-    elif device is not None or out is not None:
-        raise ArgumentError(
-            "--compile-only measures nothing and saves no record: leave out --device and --out"
-        )
-    elif arch is not None and storage is not None and resume:
-        card = typical_device(architecture(arch))
-        numbers = []
+    numbers: list[int] = []
+    if compile_only:
+        card = _card_to_compile_for(ctx)
     else:
-        raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
+        card, numbers = _devices(arch, device)
     if sampler not in SAMPLERS:
         raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
     if effort not in room.TRIALS:
@@ -455,6 +448,20 @@ def tune(
         words += ["--resume"] if result.measured else []  # a prediction keeps no trials
         print(f"interrupted; to go on: {shlex.join(['fagen', *words])}")
         raise typer.Exit(INTERRUPTED)
+
+
+def _card_to_compile_for(ctx: typer.Context) -> Device:
+    """The card whose search `fagen tune --compile-only` joins."""
+    from fagen.device import architecture, typical_device
+
+    given = ctx.params
+    if given["device"] is not None or given["out"] is not None:
+        raise ArgumentError(
+            "--compile-only measures nothing and saves no record: leave out --device and --out"
+        )
+    if given["arch"] is None or given["storage"] is None or not given["resume"]:
+        raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
+    return typical_device(architecture(given["arch"]))
 
 
 def _refuse_problem_flags(ctx: typer.Context) -> None:
