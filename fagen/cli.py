@@ -874,6 +874,8 @@ def verify(
 
     from fagen.recheck import recheck
 
+    if not _present_devices():
+        raise DeviceError("no CUDA device here to measure on; `fagen check` judges without one")
     card, present = _device(arch, device)
     if present is None:
         raise DeviceError(
