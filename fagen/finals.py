@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -204,6 +204,7 @@ def crown(
     default: AnyConfig,
     incumbents: Sequence[AnyConfig],
     on_event: OnEvent,
+    withdraw: Callable[[AnyConfig, Rejected], object],
 ) -> Record | None:
     """The record of a search, or None (and a `Notice`) if nothing was fit for one.
 
@@ -212,6 +213,7 @@ def crown(
         tried: what the search came back with.
         default: the template's default.
         incumbents: what is on record for the bucket, the one that counts first.
+        withdraw: told of each finalist that failed, whose time in the search is void.
     """
     about = f"{problem}, {shapes[0]}"
     measured = sum(isinstance(each.outcome, Measured) for each in tried)
@@ -230,6 +232,7 @@ def crown(
         return None
     for config, why in failed.items():
         on_event(Notice(f"{about}: {config} fell out of the finals: {why.kind}: {why.reason}."))
+        withdraw(config, why)
         del kernels[config]
     if not kernels:
         on_event(Notice(f"{about}: no record, since every finalist fell out."))

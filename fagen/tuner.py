@@ -521,6 +521,7 @@ class _Tuning:
             default=default_config(problem, device, template),
             incumbents=incumbents(problem, shape, device, self.out),
             on_event=self.on_event,
+            withdraw=study.tell,
         )
 
 

@@ -384,6 +384,9 @@ def test_one_bad_finalist_does_not_cost_the_record(tmp_path: Path) -> None:
     assert record.config != worker.bad
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("fell out of the finals: crash" in text for text in notices)
+    (kept,) = read_studies(tmp_path / "trials.journal")
+    (verdict,) = (each.outcome for each in kept.tried if each.config == worker.bad)
+    assert isinstance(verdict, Rejected), "its time from the search is void"
 
 
 def test_static_rejections_never_reach_the_gpu(
