@@ -149,14 +149,6 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
     return typical_device(wanted), None
 
 
-def _without_password(storage: str) -> str:
-    if "://" not in storage:
-        return storage
-    from sqlalchemy import make_url
-
-    return make_url(storage).render_as_string()
-
-
 def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
     """The card to tune for, and the numbers of those that are present: "0,1" or "all"."""
     if chosen is None or chosen == "all":
@@ -390,6 +382,7 @@ def tune(
     from fagen.config import TEMPLATES
     from fagen.progress import TuneProgress, describe_gain, span
     from fagen.search import SAMPLERS
+    from fagen.studies import without_password
     from fagen.tasks import tasks_from
 
     numbers: list[int] = []
@@ -440,7 +433,7 @@ def tune(
     if result.records:
         print(f"saved in {result.path}")
     if result.storage:
-        print(f"trials kept in {_without_password(result.storage)}")
+        print(f"trials kept in {without_password(result.storage)}")
     if result.measured and (gain := describe_gain(result.records)):
         print(f"{_counted(len(result.records), 'kernel')}: {gain}")
     if result.interrupted:

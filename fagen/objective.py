@@ -8,8 +8,7 @@ and two cards (or a warm and a cold one) agree on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from statistics import geometric_mean
 
 from fagen import model
 from fagen.config import AnyConfig
@@ -79,8 +78,3 @@ def predicted(
         return geometric_mean([time / base for time, base in zip(times, baseline, strict=True)])
 
     return predict
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """The mean of ratios that takes twice and half as fast to cancel out."""
-    return float(np.exp(np.mean(np.log(ratios))))

@@ -182,7 +182,8 @@ class Study:
     @property
     def done(self) -> int:
         """How many configs passed the static filter."""
-        return len(self.tried) - sum(self.rejections[kind] for kind in STATIC_REJECTIONS)
+        rejections = self.rejections
+        return len(self.tried) - sum(rejections[kind] for kind in STATIC_REJECTIONS)
 
     @property
     def on_gpu(self) -> int:

@@ -129,8 +129,9 @@ def open_storage(where: str | Path) -> BaseStorage:
             why = str(error).partition("\n")[0]
             if isinstance(error, ImportError) and str(where).startswith("postgresql"):
                 why = 'its driver is not installed: pip install "fagen[postgresql]"'
-            shown = re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", str(where))
-            raise ArgumentError(f"cannot open the storage {shown}: {why}") from None
+            raise ArgumentError(
+                f"cannot open the storage {without_password(where)}: {why}"
+            ) from None
     path = Path(where).expanduser().absolute()
     lock = _KernelLock(path)
     try:
@@ -143,6 +144,11 @@ def open_storage(where: str | Path) -> BaseStorage:
         raise StoreError(f"cannot open {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no journal of trials: {error}; give another file") from None
+
+
+def without_password(where: str | Path) -> str:
+    """A storage's URL or file as it may be shown."""
+    return re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", str(where))
 
 
 def close_storage(storage: BaseStorage) -> None:
