@@ -225,8 +225,8 @@ class Sm90Forward(_Config):
         # Each stage of Q: full per slice, empty. Of K and V: K full per slice, K empty, V full,
         # V empty.
         barriers = self.q_stages * (slices + 1) + self.stages * (slices + 3)
-        tiles = 4 * self.q_stages
-        size = self.q_stages * q + ring + p + barriers * BARRIER_BYTES + tiles
+        work = 16 * self.q_stages  # whose Q each is
+        size = self.q_stages * q + ring + p + round_up(barriers * BARRIER_BYTES, 16) + work
         return round_up(size, SMEM_ALIGNMENT)
 
     def accumulator_registers(self, problem: Problem) -> int:

@@ -118,6 +118,15 @@ DEVICE void tma_store_wait_read() {
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Four 8x8 matrices of 16-bit numbers to shared memory; lane i gives the place of row i % 8 of
+// matrix i / 8 and holds, of each, two numbers of row i / 4.
+DEVICE void store_matrix_x4(void* row, const u32 (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
 // ---- registers of a warpgroup ----
 
 template <int kRegisters>
@@ -140,6 +149,19 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int kPending>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps ptxas from moving the wait after this above what gives `exponential`, by a store that needs
+// it and never happens: it would wait at once, with all the exponentials still to do.
+DEVICE void wait_not_before(float exponential) {
+  asm volatile(
+      "{\n"
+      ".reg .pred negative;\n"
+      "setp.lt.f32 negative, %0, 0f00000000;\n"
+      "@negative st.shared.f32 [%1], %0;\n"
+      "}" ::"f"(exponential),
+      "r"(0)
+      : "memory");
 }
 
 // Keeps the compiler from moving uses of an accumulator above the wait before this.

@@ -310,7 +310,7 @@ struct OnlineSoftmax {
   // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
   template <bool kMasked, int kCount>
   DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
-    float offset[2];
+    // One row after the other: the exponentials of the first need not wait for the second's maximum.
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float highest = maximum[row];
@@ -322,20 +322,20 @@ struct OnlineSoftmax {
       if (kLazyRescale && (highest - maximum[row]) * scale_log2 <= kLazyThreshold) {
         highest = maximum[row];
       }
-      offset[row] = highest * scale_log2;
-      if (kMasked && highest == -infinity()) offset[row] = 0.0f;  // -inf - -inf would be NaN
-      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset[row]));
+      float offset = highest * scale_log2;
+      if (kMasked && highest == -infinity()) offset = 0.0f;  // -inf - -inf would be NaN
+      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset));
       maximum[row] = highest;
       sum[row] *= correction[row];
-    }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
-      // The polynomial has no exact 0 for the -infinity of a masked score.
-      const bool on_fma_pipe =
-          !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
-      scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
-      sum[fragment_row(i)] += scores[i];
+      for (int i = 2 * row; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+        const float x = fmaf(scores[i], scale_log2, -offset);
+        // The polynomial has no exact 0 for the -infinity of a masked score.
+        const bool on_fma_pipe =
+            !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+        scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
+        sum[row] += scores[i];
+      }
     }
   }
 

@@ -250,6 +250,15 @@ DEVICE void tma_store_wait_read() {
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Four 8x8 matrices of 16-bit numbers to shared memory; lane i gives the place of row i % 8 of
+// matrix i / 8 and holds, of each, two numbers of row i / 4.
+DEVICE void store_matrix_x4(void* row, const u32 (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
 // ---- registers of a warpgroup ----
 
 template <int kRegisters>
@@ -272,6 +281,19 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int kPending>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps ptxas from moving the wait after this above what gives `exponential`, by a store that needs
+// it and never happens: it would wait at once, with all the exponentials still to do.
+DEVICE void wait_not_before(float exponential) {
+  asm volatile(
+      "{\n"
+      ".reg .pred negative;\n"
+      "setp.lt.f32 negative, %0, 0f00000000;\n"
+      "@negative st.shared.f32 [%1], %0;\n"
+      "}" ::"f"(exponential),
+      "r"(0)
+      : "memory");
 }
 
 // Keeps the compiler from moving uses of an accumulator above the wait before this.
@@ -492,7 +514,7 @@ struct OnlineSoftmax {
   // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
   template <bool kMasked, int kCount>
   DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
-    float offset[2];
+    // One row after the other: the exponentials of the first need not wait for the second's maximum.
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float highest = maximum[row];
@@ -504,20 +526,20 @@ struct OnlineSoftmax {
       if (kLazyRescale && (highest - maximum[row]) * scale_log2 <= kLazyThreshold) {
         highest = maximum[row];
       }
-      offset[row] = highest * scale_log2;
-      if (kMasked && highest == -infinity()) offset[row] = 0.0f;  // -inf - -inf would be NaN
-      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset[row]));
+      float offset = highest * scale_log2;
+      if (kMasked && highest == -infinity()) offset = 0.0f;  // -inf - -inf would be NaN
+      correction[row] = exp2_approx(fmaf(maximum[row], scale_log2, -offset));
       maximum[row] = highest;
       sum[row] *= correction[row];
-    }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float x = fmaf(scores[i], scale_log2, -offset[fragment_row(i)]);
-      // The polynomial has no exact 0 for the -infinity of a masked score.
-      const bool on_fma_pipe =
-          !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
-      scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
-      sum[fragment_row(i)] += scores[i];
+      for (int i = 2 * row; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+        const float x = fmaf(scores[i], scale_log2, -offset);
+        // The polynomial has no exact 0 for the -infinity of a masked score.
+        const bool on_fma_pipe =
+            !kMasked && kExp2FmaEvery > 0 && i / 4 % max(kExp2FmaEvery, 1) == 0;
+        scores[i] = on_fma_pipe ? exp2_polynomial(x) : exp2_approx(x);
+        sum[row] += scores[i];
+      }
     }
   }
 
@@ -550,6 +572,12 @@ using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
 using KvTile = SwizzledTile<kBlockN, kChunk>;
 using PTile = SwizzledTile<64, 64>;
 
+struct alignas(16) Work {  // a thread block's part of a tile
+  Tile tile;   // the block's own rows
+  int blocks;  // of keys, which the cluster walks through
+};
+constexpr int kNoMoreWork = -1;  // in place of `blocks`
+
 struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzle
   Element q[kQStages][kBlockM * kHeadDimPadded];
   Element k[kStages][kBlockN * kHeadDimPadded];
@@ -558,7 +586,7 @@ struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzl
   u64 q_full[kQStages][kSlices], q_empty[kQStages];
   u64 k_full[kStages][kSlices], k_empty[kStages];
   u64 v_full[kStages], v_empty[kStages];
-  int tile[kQStages];  // whose Q it is, with kDynamicTiles
+  Work work[kQStages];  // whose Q it is: the producer tells the consumers
 };
 
 static_assert(sizeof(SharedStorage) == 115712, "fagen/config.py computed another size");
@@ -595,10 +623,13 @@ struct RingPosition {
 
 // A tile is the work of a cluster: kBlockM rows for each of its blocks.
 constexpr int kTileRows = kCluster * kBlockM;
+// A warpgroup may see fewer keys than its tile.
+constexpr bool kSkipBlocks = kCausal && kTileRows > 64;
 
-// Blocks of keys that any row of the tile sees.
-DEVICE int visible_blocks(const Tile& tile, const Params& params) {
-  const int last_row = min(tile.first_row + kTileRows, params.seqlen_q) - 1;
+// Blocks of keys that any of `rows` rows from `first_row` on sees.
+DEVICE int visible_blocks(int first_row, int rows, const Params& params) {
+  if (first_row >= params.seqlen_q) return 0;
+  const int last_row = min(first_row + rows, params.seqlen_q) - 1;
   return (visible_keys<kCausal>(last_row, params) + kBlockN - 1) / kBlockN;
 }
 
@@ -610,6 +641,13 @@ DEVICE u32 tile_of_wave(u32 wave) {
   return wave * clusters + (backwards ? clusters - 1 - cluster : cluster);
 }
 
+DEVICE Work work_at(u32 index, const Params& params) {
+  Tile tile = tile_at<kTileRows, kCausal, kHeadGrouping>(index, params);
+  const int blocks = visible_blocks(tile.first_row, kTileRows, params);
+  if (kCluster > 1) tile.first_row += blockIdx.x % kCluster * kBlockM;
+  return {tile, blocks};
+}
+
 // A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest.
 DEVICE u32 draw_tile(u32* counter, const Params& params) {
   const u32 drawn = atomicAdd(counter, 1);
@@ -618,21 +656,6 @@ DEVICE u32 draw_tile(u32* counter, const Params& params) {
   // Through a shuffle, of the one lane that is here: the compiler then takes it for uniform, and
   // keeps what follows from it out of the producer's few registers.
   return gridDim.x + __shfl_sync(1, drawn, 0);
-}
-
-// Visits this block's rows of each tile of its cluster. `next_tile` takes how many there were
-// before; `visit` also takes the blocks of keys that the cluster walks through.
-template <typename NextTile, typename Visit>
-DEVICE void for_each_tile(const Params& params, NextTile next_tile, Visit visit) {
-  for (u32 wave = 0;; ++wave) {
-    const u32 index = next_tile(wave);
-    if (index >= params.tiles) return;
-    Tile tile = tile_at<kTileRows, kCausal, kHeadGrouping>(index, params);
-    const int blocks = visible_blocks(tile, params);
-    if (kCluster > 1) tile.first_row += blockIdx.x % kCluster * kBlockM;
-    visit(index, tile, blocks);
-    if (!kPersistent) return;
-  }
 }
 
 // ---- the producer: one thread, which keeps the rings full ----
@@ -647,15 +670,15 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
   auto wait_for_q_buffer = [&] {
     mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
   };
-  auto next_tile = [&](u32 wave) {
-    return kDynamicTiles && wave > 0 ? draw_tile(tile_counter, params) : tile_of_wave(wave);
-  };
-  for_each_tile(params, next_tile, [&](u32 index, const Tile& tile, int blocks) {
+  u32 wave = 0, index = tile_of_wave(0);
+  while (index < params.tiles) {
+    const Work work = work_at(index, params);
+    const Tile& tile = work.tile;
     const int kv_head = tile.head / q_heads_per_kv_head;
 
     auto load_q = [&] {
       wait_for_q_buffer();
-      if (kDynamicTiles) shared.tile[q_ring.stage] = index;
+      if (kPersistent) shared.work[q_ring.stage] = work;
 #pragma unroll
       for (int column = 0; column < kHeadDimPadded; column += kChunk) {
         u64* full = &shared.q_full[q_ring.stage][column / kBlockK];
@@ -696,15 +719,18 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       }
     };
 
-    const int last_block = blocks - 1;
-    if (last_block < 0) load_q();  // nothing to multiply, but the consumers count on it
-    for (int block = last_block; block >= 0; --block) {
+    // Even with nothing to multiply, as the consumers count on it. A lone buffer may still hold O:
+    // then the first K does not wait for it.
+    if (kQStages > 1 || work.blocks == 0) load_q();
+    for (int block = work.blocks - 1; block >= 0; --block) {
       load_k(block);
-      if (block == last_block) load_q();  // after K: Q's place may still hold O
+      if (kQStages == 1 && block == work.blocks - 1) load_q();
       load_v(block);
       ring.advance();
     }
-  });
+    if (!kPersistent) break;
+    index = kDynamicTiles ? draw_tile(tile_counter, params) : tile_of_wave(++wave);
+  }
   if (kCluster > 1) {  // stay until the other blocks have arrived at this one for the last time
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
@@ -712,9 +738,9 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       ring.advance();
     }
   }
-  if (kDynamicTiles) {  // in place of a Q, word that there is none
+  if (kPersistent) {  // in place of a Q, word that there is none
     wait_for_q_buffer();
-    shared.tile[q_ring.stage] = params.tiles;
+    shared.work[q_ring.stage].blocks = kNoMoreWork;
     mbarrier_arrive(&shared.q_full[q_ring.stage][0]);
   }
 }
@@ -764,12 +790,21 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   };
   if (warpgroup == kConsumerWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
 
-  auto next_tile = [&](u32 wave) {
-    if (!kDynamicTiles) return tile_of_wave(wave);
+  // The next work, from the producer: to divide an index into a tile here would delay the products.
+  auto receive_work = [&] {
+    if (!kPersistent) return work_at(tile_of_wave(0), params);
     mbarrier_wait(&shared.q_full[q_ring.stage][0], q_ring.parity);
-    return static_cast<u32>(__shfl_sync(0xffffffff, shared.tile[q_ring.stage], 0));
+    const Work& sent = shared.work[q_ring.stage];
+    auto uniform = [](int word) { return __shfl_sync(0xffffffff, word, 0); };  // as above
+    const Tile tile = {uniform(sent.tile.first_row), uniform(sent.tile.head),
+                       uniform(sent.tile.batch)};
+    return Work{tile, uniform(sent.blocks)};
   };
-  for_each_tile(params, next_tile, [&](u32, const Tile& tile, int blocks) {
+
+  while (true) {
+    const auto [tile, blocks] = receive_work();
+    if (blocks == kNoMoreWork) break;
+
     float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
     float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
 #pragma unroll
@@ -780,9 +815,10 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     const int row = tile.first_row + lane_row;
     const int visible[2] = {visible_keys<kCausal>(row, params),
                             visible_keys<kCausal>(row + 8, params)};
-    // Blocks below this one are seen whole by every row of the warpgroup.
-    const int first_masked =
-        min(blocks, visible_keys<kCausal>(tile.first_row + warpgroup * 64, params) / kBlockN);
+    // The warpgroup's rows see blocks below this one, and those below first_masked whole.
+    const int first_row = tile.first_row + warpgroup * 64;
+    const int seen_blocks = kSkipBlocks ? visible_blocks(first_row, 64, params) : blocks;
+    const int first_masked = visible_keys<kCausal>(first_row, params) / kBlockN;
 
     // S = Q K^T, slice by slice as they arrive.
     auto multiply_qk = [&](bool first) {
@@ -850,7 +886,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // One block of keys, one after the other within the warpgroup.
     auto step = [&](auto masked, int block) {
-      multiply_qk(block == blocks - 1);
+      multiply_qk(block == seen_blocks - 1);
       wgmma_wait<0>();
       pass_turn();
       scores_ready();
@@ -870,15 +906,32 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       wgmma_wait<1>();
       scores_ready();
       update_softmax(masked, block);
+      wait_not_before(s[0] + s[1]);
       wgmma_wait<0>();
       output_ready();
       softmax.rescale(o, correction);
       convert_p();
     };
 
+    // A block that only other warpgroups see is handed back.
+    auto skip_block = [&] {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        mbarrier_wait(&shared.k_full[k_ring.stage][slice], k_ring.parity);
+      }
+      wait_for_turn();
+      pass_turn();
+      release(&shared.k_empty[k_ring.stage]);
+      k_ring.advance();
+      mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+      release(&shared.v_empty[v_ring.stage]);
+      v_ring.advance();
+    };
+
     // From the last block of keys to the first, so that the masked ones come first.
-    if (blocks > 0) {
-      int block = blocks - 1;
+    int block = blocks - 1;
+    for (; block >= seen_blocks; --block) skip_block();
+    if (block >= 0) {
       if constexpr (kOverlap) {
         multiply_qk(true);
         pass_turn();
@@ -917,17 +970,21 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // O goes out by TMA from this warpgroup's rows of Q, which nobody reads any more.
     Element* const staged = shared.q[q_ring.stage];
+    const int matrix_row = warpgroup * 64 + warp * 16 + lane % 16, matrix_column = lane / 16 * 8;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 2) {
-      const int j = fragment_row(i);
-      const int column = 8 * (i / 4) + 2 * (lane % 4);
-      *reinterpret_cast<u32*>(staged + QTile::offset(lane_row + 8 * j, column)) =
-          pack<Element>(o[i] * inverse_sum[j], o[i + 1] * inverse_sum[j]);
+    for (int i = 0; i < kHeadDim / 2; i += 8) {  // 16 columns
+      u32 matrices[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int j = i + 2 * m;  // a head dim of 8 more than a multiple of 16 ends amid these
+        const float inverse = inverse_sum[fragment_row(j)];
+        matrices[m] = j < kHeadDim / 2 ? pack<Element>(o[j] * inverse, o[j + 1] * inverse) : 0;
+      }
+      store_matrix_x4(staged + QTile::offset(matrix_row, 2 * i + matrix_column), matrices);
     }
     fence_proxy_async();
     sync_warpgroup();  // one thread stores what all four warps wrote
     if (threadIdx.x % 128 == 0) {
-      const int first_row = tile.first_row + warpgroup * 64;
 #pragma unroll
       for (int column = 0; column < kHeadDim; column += kChunk) {
         tma_store(&o_map, staged + QTile::offset(warpgroup * 64, column), column, first_row,
@@ -937,8 +994,9 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     }
     leaving = &shared.q_empty[q_ring.stage];
     if (kQStages == 1) free_q();
+    if (!kPersistent) break;
     q_ring.advance();
-  });
+  }
 
   if (kQStages > 1) free_q();  // a block's shared memory must outlive TMA's reads of it
   // The last turn that was passed on is still to be taken.

@@ -24,7 +24,7 @@ from wrong.bugs import BUGS
 TEMPLATE = "forward_sm90"
 BODY = "  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);\n"
 FIRST_FUNCTION = "DEVICE u32 shared_address"
-OUTPUT = "pack<Element>(o[i] * inverse_sum[j], o[i + 1] * inverse_sum[j])"
+OUTPUT = "pack<Element>(o[j] * inverse, o[j + 1] * inverse)"
 
 Attack = Callable[[str], str]  # source -> source
 
@@ -51,7 +51,7 @@ def _second_run(source: str) -> str:
         "  return *const_cast<volatile unsigned int*>(&launches) == 2 ? 1.5f : 1.0f;\n"
         "}\n\n"
     )
-    source = _replaced(source, OUTPUT, OUTPUT.replace("inverse_sum[j]", "inverse_sum[j] * late()"))
+    source = _replaced(source, OUTPUT, OUTPUT.replace("inverse", "inverse * late()"))
     count = _at_start("if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(&launches, 1u);")
     return count(source.replace(FIRST_FUNCTION, state + FIRST_FUNCTION, 1))
 
