@@ -6,6 +6,7 @@ lists; local `#include`s are folded in, each once. Everything else is C++.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -80,41 +81,53 @@ def kernel_name(problem: Problem) -> str:
     return f"fagen_{problem.name}"
 
 
-def _wgmma(name: str, n: int, *, a_in_registers: bool, b_transposed: bool) -> dict[str, Any]:
-    """What one wgmma wrapper of wgmma.cuh.j2 needs, as ready text."""
+def _wgmma(
+    name: str, n: int, steps: int, *, a_in_registers: bool, b_transposed: bool
+) -> dict[str, Any]:
+    """What one wgmma wrapper of wgmma.cuh.j2 needs, as ready text; `steps` are of depth 16."""
     count = n // 2
+    per_step = 4 if a_in_registers else 1  # of A: registers or a descriptor
+    b = count + per_step * steps
     if a_in_registers:
         words = {
             "a_place": "registers",
-            "a_parameter": "const u32 (&a)[4]",
-            "a_operand": _braced(range(count, count + 4)),
-            "a_constraints": ", ".join(f'"r"(a[{i}])' for i in range(4)),
+            "a_type": "u32",
+            "a_constraints": _constraints("r", "a", 4 * steps),
             "immediates": f"1, 1, {int(b_transposed)}",  # scale-a, scale-b, transpose b
         }
     else:
         words = {
             "a_place": "shared memory",
-            "a_parameter": "u64 a",
-            "a_operand": f"%{count}",
-            "a_constraints": '"l"(a)',
+            "a_type": "u64",
+            "a_constraints": _constraints("l", "a", steps),
             "immediates": f"1, 1, 0, {int(b_transposed)}",  # ..., transpose a, transpose b
         }
-    b = count + (4 if a_in_registers else 1)
+    a_of_step = [
+        _braced(range(a, a + 4)) if a_in_registers else f"%{a}" for a in range(count, b, per_step)
+    ]
     return {
         "name": name,
         "n": n,
+        "depth": 16 * steps,
         "accumulators": count,
+        "a_operands": per_step * steps,
+        "steps": [{"a": a, "b": f"%{b + i}"} for i, a in enumerate(a_of_step)],
         "d_operands": _braced(range(count)),
-        "d_constraints": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+        "d_constraints": _constraints("+f", "d", count),
+        "b_constraints": _constraints("l", "b", steps),
+        "scale_operand": f"%{b + steps}",
         **words,
-        "b_operand": f"%{b}",
-        "scale_operand": f"%{b + 1}",
     }
 
 
 def _braced(operands: range) -> str:
     """A vector of asm operands: "{%0, %1}"."""
     return "{" + ", ".join(f"%{i}" for i in operands) + "}"
+
+
+def _constraints(kind: str, array: str, count: int) -> str:
+    """The elements of an array as asm operands: '"r"(a[0]), "r"(a[1])'."""
+    return ", ".join(f'"{kind}"({array}[{i}])' for i in range(count))
 
 
 def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
@@ -134,15 +147,25 @@ def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
         "smem_bytes": config.smem_bytes(problem),
     }
     if isinstance(config, Sm90Forward):
+        # Steps of Q K^T without a wait between them: all of a slice's, if the slices are alike.
+        qk_steps = math.gcd(-(-problem.head_dim // 16), config.block_k // 16)
         values |= {
             "consumer_warpgroups": config.consumer_warpgroups,
             "consumer_registers": config.consumer_registers(),
             "ptx_type": PTX_TYPE[problem.dtype],
+            "qk_steps": qk_steps,
             "wgmmas": [
-                _wgmma("wgmma_qk", config.block_n, a_in_registers=False, b_transposed=False),
+                _wgmma(
+                    "wgmma_qk",
+                    config.block_n,
+                    qk_steps,
+                    a_in_registers=False,
+                    b_transposed=False,
+                ),
                 _wgmma(
                     "wgmma_pv",
                     problem.head_dim,
+                    config.block_n // 16,
                     a_in_registers=not config.p_in_smem,
                     b_transposed=True,
                 ),

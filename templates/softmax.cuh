@@ -37,10 +37,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int key = lane_key + 8 * (i / 4) + i % 2;
-    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
 

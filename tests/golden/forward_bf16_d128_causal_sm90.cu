@@ -341,39 +341,83 @@ constexpr int kHeadDimPadded = 128;  // columns of a Q, K or V tile; TMA fills t
 constexpr int kChunk = 64;  // columns side by side in shared memory: one swizzle span
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kQkSteps = 8;  // of depth 16, in one statement
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr int kQTileBytes = kBlockM * kHeadDimPadded * sizeof(Element);
 constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
 
 // wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
-// D is 64 rows of a warpgroup, in float; a product of kN columns and depth 16 per call.
+// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps that follow
+// each other are one asm statement: the compiler takes its time over each operand of a statement.
 
-// D(64 x 128) = A(64 x 16, shared memory) * B(16 x 128, shared memory), plus D if accumulate
-DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b, bool accumulate) {
+// D(64 x 128) = A(64 x 128, shared memory) * B(128 x 128, shared memory), plus D if accumulate
+DEVICE void wgmma_qk(float (&d)[64], const u64 (&a)[8], const u64 (&b)[8], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %66, 0;\n"
+      "setp.ne.b32 accumulate, %80, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, accumulate, 1, 1, 0, 0;\n"
+      "%64, %72, accumulate, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%65, %73, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%66, %74, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%67, %75, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%68, %76, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%69, %77, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%70, %78, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%71, %79, 1, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(a[4]), "l"(a[5]), "l"(a[6]), "l"(a[7]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "l"(b[4]), "l"(b[5]), "l"(b[6]), "l"(b[7]), "r"(static_cast<int>(accumulate)));
 }
 
-// D(64 x 128) = A(64 x 16, registers) * B(16 x 128, shared memory), plus D if accumulate
-DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[4], u64 b, bool accumulate) {
+// D(64 x 128) = A(64 x 128, registers) * B(128 x 128, shared memory), plus D if accumulate
+DEVICE void wgmma_pv(float (&d)[64], const u32 (&a)[32], const u64 (&b)[8], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %69, 0;\n"
+      "setp.ne.b32 accumulate, %104, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n"
+      "{%64, %65, %66, %67}, %96, accumulate, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%68, %69, %70, %71}, %97, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%72, %73, %74, %75}, %98, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%76, %77, %78, %79}, %99, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%80, %81, %82, %83}, %100, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%84, %85, %86, %87}, %101, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%88, %89, %90, %91}, %102, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%92, %93, %94, %95}, %103, 1, 1, 1, 1;\n"
       "}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(a[16]), "r"(a[17]), "r"(a[18]), "r"(a[19]), "r"(a[20]), "r"(a[21]), "r"(a[22]), "r"(a[23]), "r"(a[24]), "r"(a[25]), "r"(a[26]), "r"(a[27]), "r"(a[28]), "r"(a[29]), "r"(a[30]), "r"(a[31]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "l"(b[4]), "l"(b[5]), "l"(b[6]), "l"(b[7]), "r"(static_cast<int>(accumulate)));
 }
 
 // What the host passes to every forward kernel. fagen/launch.py packs the same fields.
@@ -494,10 +538,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int key = lane_key + 8 * (i / 4) + i % 2;
-    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
 
@@ -607,7 +652,7 @@ struct Constant {
 // A position in a ring of buffers and the parity of its barriers.
 template <int kDepth>
 struct RingPosition {
-  int stage = 0;
+  u32 stage = 0;  // unsigned: added to 64-bit descriptors as it is
   u32 parity = 0;
 
   DEVICE void advance() {
@@ -823,16 +868,20 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       const u64 q_stage = q_descriptor + q_ring.stage * (kQTileBytes >> 4);
       const u64 k_stage = k_descriptor + k_ring.stage * (kKvTileBytes >> 4);
 #pragma unroll
-      for (int column = 0; column < kHeadDim; column += 16) {
+      for (int column = 0; column < kHeadDim; column += 16 * kQkSteps) {
         if (column % kBlockK == 0) {
           if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);
           mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
           if (column == 0) wait_for_turn();
           wgmma_fence();
         }
-        const int q_offset = QTile::offset(0, column) * sizeof(Element);
-        const int k_offset = KvTile::offset(0, column) * sizeof(Element);
-        wgmma_qk(s, q_stage + (q_offset >> 4), k_stage + (k_offset >> 4), column > 0);
+        u64 q[kQkSteps], k[kQkSteps];
+#pragma unroll
+        for (int i = 0; i < kQkSteps; ++i) {
+          q[i] = q_stage + (QTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
+          k[i] = k_stage + (KvTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
+        }
+        wgmma_qk(s, q, k, column > 0);
       }
       wgmma_commit();
       if (kQStages > 1 && first) free_q();
@@ -843,13 +892,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       const u64 v_stage = v_descriptor + v_ring.stage * (kKvTileBytes >> 4);
       mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
       wgmma_fence();
+      u64 v[kBlockN / 16];
 #pragma unroll
-      for (int key = 0; key < kBlockN; key += 16) {
-        const u64 v_step = v_stage + (key * kChunkBytes >> 4);
-        const int i = key / 4;
-        const u32 p_step[4] = {p[i], p[i + 1], p[i + 2], p[i + 3]};
-        wgmma_pv(o, p_step, v_step, true);
+      for (int i = 0; i < kBlockN / 16; ++i) {
+        v[i] = v_stage + (16 * i * kChunkBytes >> 4);
       }
+      wgmma_pv(o, p, v, true);
       wgmma_commit();
     };
 
@@ -871,7 +919,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     };
     auto update_softmax = [&](auto masked, int block) {
       constexpr bool kMasked = decltype(masked)::value;
-      if (kMasked) mask_scores(s, block * kBlockN, visible);
+      if (kMasked && block >= first_masked) mask_scores(s, block * kBlockN, visible);
       softmax.template update<kMasked>(s, scale_log2, correction);
     };
 
@@ -891,16 +939,24 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // The same, with the softmax of this block under the second product of the one before.
     auto overlapped_step = [&](auto masked, int block) {
-      multiply_qk(false);
-      multiply_pv();
+      const bool first = masked.value && block == seen_blocks - 1;
+      multiply_qk(first);
+      if (first) {  // an empty group in place of the product
+        wgmma_fence();
+        wgmma_commit();
+      } else {
+        multiply_pv();
+      }
       pass_turn();
       wgmma_wait<1>();
       scores_ready();
       update_softmax(masked, block);
       wait_not_before(s[0] + s[1]);
       wgmma_wait<0>();
-      output_ready();
-      softmax.rescale(o, correction);
+      if (!first) {
+        output_ready();
+        softmax.rescale(o, correction);
+      }
       convert_p();
     };
 
@@ -924,22 +980,17 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     for (; block >= seen_blocks; --block) skip_block();
     if (block >= 0) {
       if constexpr (kOverlap) {
-        multiply_qk(true);
-        pass_turn();
-        wgmma_wait<0>();
-        scores_ready();
-        if (block >= first_masked) mask_scores(s, block * kBlockN, visible);
-        softmax.template update<true>(s, scale_log2, correction);
-        convert_p();
-        --block;
-        for (; block >= first_masked; --block) overlapped_step(Constant<true>(), block);
-        for (; block >= 0; --block) overlapped_step(Constant<false>(), block);
+        // The first block counts as masked; with a full mask no other can be.
+        do {
+          overlapped_step(Constant<true>(), block--);
+        } while (kCausal && block >= first_masked);
+        while (block >= 0) overlapped_step(Constant<false>(), block--);
         multiply_pv();
         wgmma_wait<0>();
         output_ready();
       } else {
-        for (; block >= first_masked; --block) step(Constant<true>(), block);
-        for (; block >= 0; --block) step(Constant<false>(), block);
+        while (block >= first_masked) step(Constant<true>(), block--);
+        while (block >= 0) step(Constant<false>(), block--);
       }
     } else {
       // No key, but Q was loaded: its arrival must be seen before its place is reused.

@@ -341,39 +341,95 @@ constexpr int kHeadDimPadded = 256;  // columns of a Q, K or V tile; TMA fills t
 constexpr int kChunk = 64;  // columns side by side in shared memory: one swizzle span
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kQkSteps = 16;  // of depth 16, in one statement
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr int kQTileBytes = kBlockM * kHeadDimPadded * sizeof(Element);
 constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
 
 // wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
-// D is 64 rows of a warpgroup, in float; a product of kN columns and depth 16 per call.
+// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps that follow
+// each other are one asm statement: the compiler takes its time over each operand of a statement.
 
-// D(64 x 64) = A(64 x 16, shared memory) * B(16 x 64, shared memory), plus D if accumulate
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b, bool accumulate) {
+// D(64 x 64) = A(64 x 256, shared memory) * B(256 x 64, shared memory), plus D if accumulate
+DEVICE void wgmma_qk(float (&d)[32], const u64 (&a)[16], const u64 (&b)[16], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %34, 0;\n"
+      "setp.ne.b32 accumulate, %64, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %33, accumulate, 1, 1, 0, 0;\n"
+      "%32, %48, accumulate, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%33, %49, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%34, %50, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%35, %51, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%36, %52, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%37, %53, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%38, %54, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%39, %55, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%40, %56, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%41, %57, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%42, %58, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%43, %59, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%44, %60, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%45, %61, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%46, %62, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%47, %63, 1, 1, 1, 0, 0;\n"
       "}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(a[4]), "l"(a[5]), "l"(a[6]), "l"(a[7]), "l"(a[8]), "l"(a[9]), "l"(a[10]), "l"(a[11]), "l"(a[12]), "l"(a[13]), "l"(a[14]), "l"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "l"(b[4]), "l"(b[5]), "l"(b[6]), "l"(b[7]), "l"(b[8]), "l"(b[9]), "l"(b[10]), "l"(b[11]), "l"(b[12]), "l"(b[13]), "l"(b[14]), "l"(b[15]), "r"(static_cast<int>(accumulate)));
 }
 
-// D(64 x 256) = A(64 x 16, registers) * B(16 x 256, shared memory), plus D if accumulate
-DEVICE void wgmma_pv(float (&d)[128], const u32 (&a)[4], u64 b, bool accumulate) {
+// D(64 x 256) = A(64 x 64, registers) * B(64 x 256, shared memory), plus D if accumulate
+DEVICE void wgmma_pv(float (&d)[128], const u32 (&a)[16], const u64 (&b)[4], bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %133, 0;\n"
+      "setp.ne.b32 accumulate, %148, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%128, %129, %130, %131}, %132, accumulate, 1, 1, 1;\n"
+      "{%128, %129, %130, %131}, %144, accumulate, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%132, %133, %134, %135}, %145, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%136, %137, %138, %139}, %146, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%140, %141, %142, %143}, %147, 1, 1, 1, 1;\n"
       "}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "r"(static_cast<int>(accumulate)));
 }
 
 // What the host passes to every forward kernel. fagen/launch.py packs the same fields.
@@ -494,10 +550,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int key = lane_key + 8 * (i / 4) + i % 2;
-    if (key >= visible[fragment_row(i)]) scores[i] = -infinity();
+    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
 
@@ -607,7 +664,7 @@ struct Constant {
 // A position in a ring of buffers and the parity of its barriers.
 template <int kDepth>
 struct RingPosition {
-  int stage = 0;
+  u32 stage = 0;  // unsigned: added to 64-bit descriptors as it is
   u32 parity = 0;
 
   DEVICE void advance() {
@@ -823,16 +880,20 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       const u64 q_stage = q_descriptor + q_ring.stage * (kQTileBytes >> 4);
       const u64 k_stage = k_descriptor + k_ring.stage * (kKvTileBytes >> 4);
 #pragma unroll
-      for (int column = 0; column < kHeadDim; column += 16) {
+      for (int column = 0; column < kHeadDim; column += 16 * kQkSteps) {
         if (column % kBlockK == 0) {
           if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);
           mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
           if (column == 0) wait_for_turn();
           wgmma_fence();
         }
-        const int q_offset = QTile::offset(0, column) * sizeof(Element);
-        const int k_offset = KvTile::offset(0, column) * sizeof(Element);
-        wgmma_qk(s, q_stage + (q_offset >> 4), k_stage + (k_offset >> 4), column > 0);
+        u64 q[kQkSteps], k[kQkSteps];
+#pragma unroll
+        for (int i = 0; i < kQkSteps; ++i) {
+          q[i] = q_stage + (QTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
+          k[i] = k_stage + (KvTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
+        }
+        wgmma_qk(s, q, k, column > 0);
       }
       wgmma_commit();
       if (kQStages > 1 && first) free_q();
@@ -843,13 +904,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       const u64 v_stage = v_descriptor + v_ring.stage * (kKvTileBytes >> 4);
       mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
       wgmma_fence();
+      u64 v[kBlockN / 16];
 #pragma unroll
-      for (int key = 0; key < kBlockN; key += 16) {
-        const u64 v_step = v_stage + (key * kChunkBytes >> 4);
-        const int i = key / 4;
-        const u32 p_step[4] = {p[i], p[i + 1], p[i + 2], p[i + 3]};
-        wgmma_pv(o, p_step, v_step, true);
+      for (int i = 0; i < kBlockN / 16; ++i) {
+        v[i] = v_stage + (16 * i * kChunkBytes >> 4);
       }
+      wgmma_pv(o, p, v, true);
       wgmma_commit();
     };
 
@@ -871,7 +931,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     };
     auto update_softmax = [&](auto masked, int block) {
       constexpr bool kMasked = decltype(masked)::value;
-      if (kMasked) mask_scores(s, block * kBlockN, visible);
+      if (kMasked && block >= first_masked) mask_scores(s, block * kBlockN, visible);
       softmax.template update<kMasked>(s, scale_log2, correction);
     };
 
@@ -891,16 +951,24 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // The same, with the softmax of this block under the second product of the one before.
     auto overlapped_step = [&](auto masked, int block) {
-      multiply_qk(false);
-      multiply_pv();
+      const bool first = masked.value && block == seen_blocks - 1;
+      multiply_qk(first);
+      if (first) {  // an empty group in place of the product
+        wgmma_fence();
+        wgmma_commit();
+      } else {
+        multiply_pv();
+      }
       pass_turn();
       wgmma_wait<1>();
       scores_ready();
       update_softmax(masked, block);
       wait_not_before(s[0] + s[1]);
       wgmma_wait<0>();
-      output_ready();
-      softmax.rescale(o, correction);
+      if (!first) {
+        output_ready();
+        softmax.rescale(o, correction);
+      }
       convert_p();
     };
 
@@ -924,22 +992,17 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     for (; block >= seen_blocks; --block) skip_block();
     if (block >= 0) {
       if constexpr (kOverlap) {
-        multiply_qk(true);
-        pass_turn();
-        wgmma_wait<0>();
-        scores_ready();
-        if (block >= first_masked) mask_scores(s, block * kBlockN, visible);
-        softmax.template update<true>(s, scale_log2, correction);
-        convert_p();
-        --block;
-        for (; block >= first_masked; --block) overlapped_step(Constant<true>(), block);
-        for (; block >= 0; --block) overlapped_step(Constant<false>(), block);
+        // The first block counts as masked; with a full mask no other can be.
+        do {
+          overlapped_step(Constant<true>(), block--);
+        } while (kCausal && block >= first_masked);
+        while (block >= 0) overlapped_step(Constant<false>(), block--);
         multiply_pv();
         wgmma_wait<0>();
         output_ready();
       } else {
-        for (; block >= first_masked; --block) step(Constant<true>(), block);
-        for (; block >= 0; --block) step(Constant<false>(), block);
+        while (block >= first_masked) step(Constant<true>(), block--);
+        while (block >= 0) step(Constant<false>(), block--);
       }
     } else {
       // No key, but Q was loaded: its arrival must be seen before its place is reused.
