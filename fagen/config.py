@@ -6,6 +6,7 @@ repeat these sums as `static_assert`s, so Python and CUDA cannot drift apart.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from fagen.problem import Problem
 
 ELEMENT_BYTES = 2
 BARRIER_BYTES = 8
+WORK_BYTES = 16  # which tile's Q a buffer holds
 WARP = 32
 WARPGROUP = 128
 SCHEDULERS = 4  # of an SM
@@ -166,12 +168,12 @@ class Sm90Forward(_Config):
         producer_registers: 0 for a producer of one warp and no register shift; otherwise the
             producer is a warpgroup that keeps so many registers per thread (setmaxnreg) and
             leaves the rest to the consumers.
-        cluster: thread blocks with neighbouring tiles that run side by side and share K and V:
-            each loads a part and multicasts it to all.
+        cluster: thread blocks that share a tile and load K and V for each other: each loads a part
+            and multicasts it to all.
         ping_pong: consumer warpgroups take turns, one's softmax under another's products
             (FlashAttention-3, section 3.1).
-        overlap: within a warpgroup, the softmax of one block runs under the products of the
-            next (FlashAttention-3, section 3.2).
+        overlap: within a warpgroup, the softmax of one block runs under the second product of the
+            one before (FlashAttention-3, section 3.2).
         persistent: as many thread blocks as fit the GPU, each looping over tiles.
         dynamic_tiles: a persistent block draws its next tile from a counter in device memory,
             instead of taking each so many-th.
@@ -225,9 +227,13 @@ class Sm90Forward(_Config):
         # Each stage of Q: full per slice, empty. Of K and V: K full per slice, K empty, V full,
         # V empty.
         barriers = self.q_stages * (slices + 1) + self.stages * (slices + 3)
-        work = 16 * self.q_stages  # whose Q each is
-        size = self.q_stages * q + ring + p + round_up(barriers * BARRIER_BYTES, 16) + work
-        return round_up(size, SMEM_ALIGNMENT)
+        size = self.q_stages * q + ring + p + round_up(barriers * BARRIER_BYTES, WORK_BYTES)
+        return round_up(size + self.q_stages * WORK_BYTES, SMEM_ALIGNMENT)
+
+    def qk_steps(self, problem: Problem) -> int:
+        """Steps of Q K^T, 16 columns each, in one statement: a slice's, if all have as many."""
+        columns = round_up(problem.head_dim, 16)
+        return math.gcd(columns, min(columns, self.block_k)) // 16
 
     def accumulator_registers(self, problem: Problem) -> int:
         both = self.overlap and not self.p_in_smem  # S of one block beside P of the last

@@ -6,7 +6,6 @@ lists; local `#include`s are folded in, each once. Everything else is C++.
 
 from __future__ import annotations
 
-import math
 import re
 from functools import cache
 from pathlib import Path
@@ -85,38 +84,36 @@ def _wgmma(
     name: str, n: int, steps: int, *, a_in_registers: bool, b_transposed: bool
 ) -> dict[str, Any]:
     """What one wgmma wrapper of wgmma.cuh.j2 needs, as ready text; `steps` are of depth 16."""
-    count = n // 2
-    per_step = 4 if a_in_registers else 1  # of A: registers or a descriptor
-    b = count + per_step * steps
+    transpose_b = int(b_transposed)
     if a_in_registers:
-        words = {
-            "a_place": "registers",
-            "a_type": "u32",
-            "a_constraints": _constraints("r", "a", 4 * steps),
-            "immediates": f"1, 1, {int(b_transposed)}",  # scale-a, scale-b, transpose b
-        }
-    else:
-        words = {
-            "a_place": "shared memory",
-            "a_type": "u64",
-            "a_constraints": _constraints("l", "a", steps),
-            "immediates": f"1, 1, 0, {int(b_transposed)}",  # ..., transpose a, transpose b
-        }
-    a_of_step = [
-        _braced(range(a, a + 4)) if a_in_registers else f"%{a}" for a in range(count, b, per_step)
-    ]
+        place, word, kind, per_step = "registers", "u32", "r", 4
+        immediates = f"1, 1, {transpose_b}"  # scale-a, scale-b, transpose b
+    else:  # by a descriptor
+        place, word, kind, per_step = "shared memory", "u64", "l", 1
+        immediates = f"1, 1, 0, {transpose_b}"  # ..., transpose a, transpose b
+    # The operands' numbers, in the order of the asm statement; `accumulate` is the last.
+    d = range(n // 2)
+    a = range(d.stop, d.stop + per_step * steps)
+    b = range(a.stop, a.stop + steps)
+    a_of_steps = [a[i * per_step : (i + 1) * per_step] for i in range(steps)]
     return {
         "name": name,
         "n": n,
         "depth": 16 * steps,
-        "accumulators": count,
-        "a_operands": per_step * steps,
-        "steps": [{"a": a, "b": f"%{b + i}"} for i, a in enumerate(a_of_step)],
-        "d_operands": _braced(range(count)),
-        "d_constraints": _constraints("+f", "d", count),
-        "b_constraints": _constraints("l", "b", steps),
-        "scale_operand": f"%{b + steps}",
-        **words,
+        "accumulators": len(d),
+        "a_place": place,
+        "a_type": word,
+        "a_operands": len(a),
+        "steps": [
+            {"a": _braced(step) if a_in_registers else f"%{step.start}", "b": f"%{descriptor}"}
+            for step, descriptor in zip(a_of_steps, b, strict=True)
+        ],
+        "d_operands": _braced(d),
+        "d_constraints": _constraints("+f", "d", len(d)),
+        "a_constraints": _constraints(kind, "a", len(a)),
+        "b_constraints": _constraints("l", "b", len(b)),
+        "scale_operand": f"%{b.stop}",
+        "immediates": immediates,
     }
 
 
@@ -147,8 +144,7 @@ def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
         "smem_bytes": config.smem_bytes(problem),
     }
     if isinstance(config, Sm90Forward):
-        # Steps of Q K^T without a wait between them: all of a slice's, if the slices are alike.
-        qk_steps = math.gcd(-(-problem.head_dim // 16), config.block_k // 16)
+        qk_steps = config.qk_steps(problem)
         values |= {
             "consumer_warpgroups": config.consumer_warpgroups,
             "consumer_registers": config.consumer_registers(),

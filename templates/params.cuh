@@ -16,6 +16,6 @@ struct ForwardParams {
   float scale_log2;  // softmax_scale * log2(e), above 0
   int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
-  int tiles;            // batch * heads_q * ceil(seqlen_q / kBlockM)
+  int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
 static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");

@@ -1,4 +1,4 @@
-// Hopper's own instructions, one per function: mbarrier, TMA, setmaxnreg, wgmma bookkeeping.
+// Hopper's own instructions, one per function: mbarrier, TMA, stmatrix, setmaxnreg, wgmma.
 #pragma once
 #include "ptx.cuh"
 
@@ -118,8 +118,10 @@ DEVICE void tma_store_wait_read() {
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- warp-level matrices: stmatrix ----
+
 // Four 8x8 matrices of 16-bit numbers to shared memory; lane i gives the place of row i % 8 of
-// matrix i / 8 and holds, of each, two numbers of row i / 4.
+// matrix i / 8, and holds of each matrix columns 2 * (i % 4) and + 1 of row i / 4.
 DEVICE void store_matrix_x4(void* row, const u32 (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(row)),
@@ -151,8 +153,9 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps ptxas from moving the wait after this above what gives `exponential`, by a store that needs
-// it and never happens: it would wait at once, with all the exponentials still to do.
+// Keeps ptxas from hoisting the wait after this above the computation of `exponential`: a store
+// depends on it, which is never made, as none is negative. Hoisted above all exponentials, the wait
+// would leave none of them to run under the product.
 DEVICE void wait_not_before(float exponential) {
   asm volatile(
       "{\n"

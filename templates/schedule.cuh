@@ -9,9 +9,9 @@ struct Tile {
 // Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
 // interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
 // short ones then fill the last wave (longest processing time first).
-template <int kBlockM, bool kCausal, bool kHeadGrouping, typename Params>
+template <int kTileRows, bool kCausal, bool kHeadGrouping, typename Params>
 DEVICE Tile tile_at(int index, const Params& params) {
-  const int m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int m_blocks = (params.seqlen_q + kTileRows - 1) / kTileRows;
   int m_block, head_index;  // head_index counts heads through all sequences
   if constexpr (kHeadGrouping) {
     const int group = index / (m_blocks * params.heads_per_group);
@@ -26,7 +26,7 @@ DEVICE Tile tile_at(int index, const Params& params) {
   }
   if (kCausal) m_block = m_blocks - 1 - m_block;
   const int batch = head_index / params.heads_q;
-  return {m_block * kBlockM, head_index - batch * params.heads_q, batch};
+  return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
 }
 
 // Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees

@@ -37,10 +37,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  // Both counted from the lane's first column.
   const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    const int column = 8 * (i / 4) + i % 2;
     scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
@@ -54,10 +55,11 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};
 
   // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
-  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  // what was accumulated before must be multiplied by. kMasked: scores may be -infinity, even all
+  // of a row so far.
   template <bool kMasked, int kCount>
   DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
-    // One row after the other: the exponentials of the first need not wait for the second's maximum.
+    // Row after row: the first's exponentials need not wait for the second's maximum.
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float highest = maximum[row];
@@ -75,7 +77,8 @@ struct OnlineSoftmax {
       maximum[row] = highest;
       sum[row] *= correction[row];
 #pragma unroll
-      for (int i = 2 * row; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment_row(i) != row) continue;
         const float x = fmaf(scores[i], scale_log2, -offset);
         // The polynomial has no exact 0 for the -infinity of a masked score.
         const bool on_fma_pipe =

@@ -190,7 +190,7 @@ struct ForwardParams {
   float scale_log2;  // softmax_scale * log2(e), above 0
   int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
-  int tiles;            // batch * heads_q * ceil(seqlen_q / kBlockM)
+  int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
 static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
 // Which rows of which head a tile index means, and which keys those rows see.
@@ -202,9 +202,9 @@ struct Tile {
 // Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
 // interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
 // short ones then fill the last wave (longest processing time first).
-template <int kBlockM, bool kCausal, bool kHeadGrouping, typename Params>
+template <int kTileRows, bool kCausal, bool kHeadGrouping, typename Params>
 DEVICE Tile tile_at(int index, const Params& params) {
-  const int m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int m_blocks = (params.seqlen_q + kTileRows - 1) / kTileRows;
   int m_block, head_index;  // head_index counts heads through all sequences
   if constexpr (kHeadGrouping) {
     const int group = index / (m_blocks * params.heads_per_group);
@@ -219,7 +219,7 @@ DEVICE Tile tile_at(int index, const Params& params) {
   }
   if (kCausal) m_block = m_blocks - 1 - m_block;
   const int batch = head_index / params.heads_q;
-  return {m_block * kBlockM, head_index - batch * params.heads_q, batch};
+  return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
 }
 
 // Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
@@ -291,10 +291,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  // Both counted from the lane's first column.
   const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    const int column = 8 * (i / 4) + i % 2;
     scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
@@ -308,10 +309,11 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};
 
   // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
-  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  // what was accumulated before must be multiplied by. kMasked: scores may be -infinity, even all
+  // of a row so far.
   template <bool kMasked, int kCount>
   DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
-    // One row after the other: the exponentials of the first need not wait for the second's maximum.
+    // Row after row: the first's exponentials need not wait for the second's maximum.
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float highest = maximum[row];
@@ -329,7 +331,8 @@ struct OnlineSoftmax {
       maximum[row] = highest;
       sum[row] *= correction[row];
 #pragma unroll
-      for (int i = 2 * row; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment_row(i) != row) continue;
         const float x = fmaf(scores[i], scale_log2, -offset);
         // The polynomial has no exact 0 for the -infinity of a masked score.
         const bool on_fma_pipe =

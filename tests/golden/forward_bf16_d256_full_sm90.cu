@@ -14,7 +14,7 @@
 // Written by fagen from forward_sm90.cu.j2 with the config
 //   forward_sm90 128x64x256 stages=1 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 cluster=1 ping_pong overlap persistent dynamic_tiles q_stages=2
 
-// Hopper's own instructions, one per function: mbarrier, TMA, setmaxnreg, wgmma bookkeeping.
+// Hopper's own instructions, one per function: mbarrier, TMA, stmatrix, setmaxnreg, wgmma.
 // One PTX instruction per function, with types. Policy lives in the kernels.
 // Names and semantics: "PTX ISA", the section named for each instruction.
 
@@ -250,8 +250,10 @@ DEVICE void tma_store_wait_read() {
 // Orders this thread's ordinary shared-memory writes before later TMA and wgmma reads of them.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- warp-level matrices: stmatrix ----
+
 // Four 8x8 matrices of 16-bit numbers to shared memory; lane i gives the place of row i % 8 of
-// matrix i / 8 and holds, of each, two numbers of row i / 4.
+// matrix i / 8, and holds of each matrix columns 2 * (i % 4) and + 1 of row i / 4.
 DEVICE void store_matrix_x4(void* row, const u32 (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(row)),
@@ -283,8 +285,9 @@ DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps ptxas from moving the wait after this above what gives `exponential`, by a store that needs
-// it and never happens: it would wait at once, with all the exponentials still to do.
+// Keeps ptxas from hoisting the wait after this above the computation of `exponential`: a store
+// depends on it, which is never made, as none is negative. Hoisted above all exponentials, the wait
+// would leave none of them to run under the product.
 DEVICE void wait_not_before(float exponential) {
   asm volatile(
       "{\n"
@@ -318,7 +321,7 @@ using Element = Bfloat16;
 
 constexpr int kHeadDim = 256;  // columns of Q, K, V and O
 constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
-constexpr int kBlockM = 128;  // rows of Q per tile
+constexpr int kBlockM = 128;  // rows of Q per thread block
 constexpr int kBlockN = 64;  // keys per step
 constexpr int kBlockK = 256;  // columns of Q and K that one barrier carries
 constexpr int kStages = 1;  // depth of the K ring and of the V ring
@@ -328,9 +331,9 @@ constexpr int kProducerRegisters = 24;  // per thread after the shift; 0: one wa
 constexpr int kConsumerRegisters = 240;  // per thread after the shift
 constexpr int kMinBlocksPerSm = 1;
 constexpr int kThreads = 384;  // consumers first, then the producer
-constexpr int kCluster = 1;  // thread blocks with neighbouring tiles, which share each load of K and V
+constexpr int kCluster = 1;  // thread blocks that share a tile, and each load of K and V
 constexpr bool kPingPong = true;  // consumer warpgroups take turns at the tensor cores
-constexpr bool kOverlap = true;  // softmax of one block under the products of the next
+constexpr bool kOverlap = true;  // softmax of a block under the second product of the one before
 constexpr bool kPersistent = true;  // a thread block loops over tiles
 constexpr bool kDynamicTiles = true;  // and draws the next one from a counter
 constexpr bool kLazyRescale = true;  // rescale O only when a maximum grew much
@@ -341,14 +344,14 @@ constexpr int kHeadDimPadded = 256;  // columns of a Q, K or V tile; TMA fills t
 constexpr int kChunk = 64;  // columns side by side in shared memory: one swizzle span
 constexpr int kChunkBytes = kChunk * sizeof(Element);
 constexpr int kSlices = kHeadDimPadded / kBlockK;
-constexpr int kQkSteps = 16;  // of depth 16, in one statement
+constexpr int kQkSteps = 16;  // of Q K^T, 16 columns each, in one asm statement
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr int kQTileBytes = kBlockM * kHeadDimPadded * sizeof(Element);
 constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
 
 // wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
-// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps that follow
-// each other are one asm statement: the compiler takes its time over each operand of a statement.
+// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps with no wait
+// between them are one asm statement: compile time goes with the operands of all statements.
 
 // D(64 x 64) = A(64 x 256, shared memory) * B(256 x 64, shared memory), plus D if accumulate
 DEVICE void wgmma_qk(float (&d)[32], const u64 (&a)[16], const u64 (&b)[16], bool accumulate) {
@@ -449,7 +452,7 @@ struct ForwardParams {
   float scale_log2;  // softmax_scale * log2(e), above 0
   int batch, heads_q, heads_kv, seqlen_q, seqlen_k;
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
-  int tiles;            // batch * heads_q * ceil(seqlen_q / kBlockM)
+  int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
 static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
 // Which rows of which head a tile index means, and which keys those rows see.
@@ -461,9 +464,9 @@ struct Tile {
 // Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
 // interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
 // short ones then fill the last wave (longest processing time first).
-template <int kBlockM, bool kCausal, bool kHeadGrouping, typename Params>
+template <int kTileRows, bool kCausal, bool kHeadGrouping, typename Params>
 DEVICE Tile tile_at(int index, const Params& params) {
-  const int m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int m_blocks = (params.seqlen_q + kTileRows - 1) / kTileRows;
   int m_block, head_index;  // head_index counts heads through all sequences
   if constexpr (kHeadGrouping) {
     const int group = index / (m_blocks * params.heads_per_group);
@@ -478,7 +481,7 @@ DEVICE Tile tile_at(int index, const Params& params) {
   }
   if (kCausal) m_block = m_blocks - 1 - m_block;
   const int batch = head_index / params.heads_q;
-  return {m_block * kBlockM, head_index - batch * params.heads_q, batch};
+  return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
 }
 
 // Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
@@ -550,10 +553,11 @@ DEVICE float exp2_polynomial(float x) {
 template <int kCount>
 DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
   const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  // Both counted from the lane's first column.
   const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;  // right of the lane's first
+    const int column = 8 * (i / 4) + i % 2;
     scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
   }
 }
@@ -567,10 +571,11 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};
 
   // Turns scores into exp2(scale_log2 * (score - maximum)) in place, and gives the factors that
-  // what was accumulated before must be multiplied by. kMasked: a row may see no key so far.
+  // what was accumulated before must be multiplied by. kMasked: scores may be -infinity, even all
+  // of a row so far.
   template <bool kMasked, int kCount>
   DEVICE void update(float (&scores)[kCount], float scale_log2, float (&correction)[2]) {
-    // One row after the other: the exponentials of the first need not wait for the second's maximum.
+    // Row after row: the first's exponentials need not wait for the second's maximum.
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float highest = maximum[row];
@@ -588,7 +593,8 @@ struct OnlineSoftmax {
       maximum[row] = highest;
       sum[row] *= correction[row];
 #pragma unroll
-      for (int i = 2 * row; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment_row(i) != row) continue;
         const float x = fmaf(scores[i], scale_log2, -offset);
         // The polynomial has no exact 0 for the -infinity of a masked score.
         const bool on_fma_pipe =
@@ -627,7 +633,7 @@ using Params = ForwardParams<Element>;
 using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
 using KvTile = SwizzledTile<kBlockN, kChunk>;
 
-struct alignas(16) Work {  // a thread block's part of a tile
+struct alignas(16) Work {  // a thread block's part of a tile; 16: moved at once
   Tile tile;   // the block's own rows
   int blocks;  // of keys, which the cluster walks through
 };
@@ -647,6 +653,8 @@ static_assert(sizeof(SharedStorage) == 197632, "fagen/config.py computed another
 static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
 static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
 static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
+static_assert((kHeadDim + 15) / 16 % kQkSteps == 0, "whole statements");
+static_assert(kSlices == 1 || kBlockK / 16 % kQkSteps == 0, "a statement reads one slice");
 static_assert(kBlockN / kCluster % 8 == 0, "a block's share of K is whole rows of the swizzle");
 static_assert(kPersistent || (kQStages == 1 && !kDynamicTiles), "a block of one tile needs neither");
 static_assert(kCluster == 1 || !kDynamicTiles, "the blocks of a cluster would draw apart");
@@ -720,7 +728,8 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
   RingPosition<kStages> ring;
   RingPosition<kQStages> q_ring;
 
-  // A new barrier counts as having ended parity 1; then, until an older tile's O has left.
+  // Until an older tile's O has left it; at first at once, as a new barrier counts as having ended
+  // parity 1.
   auto wait_for_q_buffer = [&] {
     mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
   };
@@ -773,8 +782,8 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
       }
     };
 
-    // Even with nothing to multiply, as the consumers count on it. A lone buffer may still hold O:
-    // then the first K does not wait for it.
+    // Q comes even where there is nothing to multiply: the consumers count on it. A lone buffer may
+    // still hold the last O, so the first K goes ahead of it.
     if (kQStages > 1 || work.blocks == 0) load_q();
     for (int block = work.blocks - 1; block >= 0; --block) {
       load_k(block);
@@ -801,10 +810,16 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
 
 // ---- the consumers: a warpgroup computes 64 rows of O ----
 
+DEVICE void wait_for_slices(u64 (&full)[kSlices], u32 parity) {
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(&full[slice], parity);
+}
+
 DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params& params) {
-  // Through a shuffle, so that the compiler knows it to be the same in all lanes: it serialises
-  // wgmma under a branch that it believes to diverge.
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  // A value that is the same in all lanes, through a shuffle so that the compiler knows it: it
+  // serialises wgmma under a branch that it believes to diverge.
+  auto uniform = [](int value) { return __shfl_sync(0xffffffff, value, 0); };
+  const int warpgroup = uniform(threadIdx.x / 128);
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int lane_row = warpgroup * 64 + warp * 16 + lane / 4;  // and lane_row + 8, within the tile
   const float scale_log2 = params.scale_log2;
@@ -819,13 +834,15 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       matrix_descriptor<kChunkBytes>(shared.v[0], kBlockN * kChunkBytes, 8 * kChunkBytes);
 
   auto sync_warpgroup = [&] { barrier_sync(kWarpgroupBarrier + warpgroup, 128); };
-  // Every warp arrives: each has its own view of when its products are done.
-  auto release = [&](u64* empty) {
+  // Hands a buffer of K or V back. Every warp arrives: each has its own view of when its products
+  // are done.
+  auto release = [&](u64 (&empty)[kStages], RingPosition<kStages>& ring) {
     if constexpr (kCluster == 1) {
-      if (lane == 0) mbarrier_arrive(empty);
-    } else {
-      if (lane < kCluster) mbarrier_arrive_at(empty, lane);  // who loads a share waits for all
+      if (lane == 0) mbarrier_arrive(&empty[ring.stage]);
+    } else {  // who loads a share waits for all
+      if (lane < kCluster) mbarrier_arrive_at(&empty[ring.stage], lane);
     }
+    ring.advance();
   };
   // Lets the producer have the buffer that the last O leaves through, once it has left.
   u64* leaving = nullptr;
@@ -844,20 +861,20 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   };
   if (warpgroup == kConsumerWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
 
-  // The next work, from the producer: to divide an index into a tile here would delay the products.
+  // The next work. The producer of a persistent block sends it beside Q: to divide an index into a
+  // tile here would delay the products.
   auto receive_work = [&] {
     if (!kPersistent) return work_at(tile_of_wave(0), params);
     mbarrier_wait(&shared.q_full[q_ring.stage][0], q_ring.parity);
     const Work& sent = shared.work[q_ring.stage];
-    auto uniform = [](int word) { return __shfl_sync(0xffffffff, word, 0); };  // as above
-    const Tile tile = {uniform(sent.tile.first_row), uniform(sent.tile.head),
-                       uniform(sent.tile.batch)};
-    return Work{tile, uniform(sent.blocks)};
+    return Work{uniform(sent.tile.first_row), uniform(sent.tile.head), uniform(sent.tile.batch),
+                uniform(sent.blocks)};
   };
 
   while (true) {
-    const auto [tile, blocks] = receive_work();
-    if (blocks == kNoMoreWork) break;
+    const Work work = receive_work();
+    if (work.blocks == kNoMoreWork) break;
+    const Tile& tile = work.tile;
 
     float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
     float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
@@ -870,9 +887,10 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     const int row = tile.first_row + lane_row;
     const int visible[2] = {visible_keys<kCausal>(row, params),
                             visible_keys<kCausal>(row + 8, params)};
-    // The warpgroup's rows see blocks below this one, and those below first_masked whole.
     const int first_row = tile.first_row + warpgroup * 64;
-    const int seen_blocks = kSkipBlocks ? visible_blocks(first_row, 64, params) : blocks;
+    // No row of the warpgroup sees blocks from seen_blocks on, every row sees those below
+    // first_masked whole.
+    const int seen_blocks = kSkipBlocks ? visible_blocks(first_row, 64, params) : work.blocks;
     const int first_masked = visible_keys<kCausal>(first_row, params) / kBlockN;
 
     // S = Q K^T, slice by slice as they arrive.
@@ -921,13 +939,11 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     auto scores_ready = [&] {
       pin_registers(s);
-      release(&shared.k_empty[k_ring.stage]);
-      k_ring.advance();
+      release(shared.k_empty, k_ring);
     };
     auto output_ready = [&] {
       pin_registers(o);
-      release(&shared.v_empty[v_ring.stage]);
-      v_ring.advance();
+      release(shared.v_empty, v_ring);
     };
     auto update_softmax = [&](auto masked, int block) {
       constexpr bool kMasked = decltype(masked)::value;
@@ -953,7 +969,8 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     auto overlapped_step = [&](auto masked, int block) {
       const bool first = masked.value && block == seen_blocks - 1;
       multiply_qk(first);
-      if (first) {  // an empty group in place of the product
+      if (first) {
+        // An empty group in place of the product. Without the fence ptxas injects one (C7519).
         wgmma_fence();
         wgmma_commit();
       } else {
@@ -963,7 +980,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       wgmma_wait<1>();
       scores_ready();
       update_softmax(masked, block);
-      wait_not_before(s[0] + s[1]);
+      wait_not_before(s[0] + s[1]);  // but before the others: much is to be done after it
       wgmma_wait<0>();
       if (!first) {
         output_ready();
@@ -972,27 +989,23 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       convert_p();
     };
 
-    // A block that only other warpgroups see is handed back.
+    // Hands back a block that only other warpgroups see: in its turn, and not before it is there,
+    // as its buffers are then loaded anew.
     auto skip_block = [&] {
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        mbarrier_wait(&shared.k_full[k_ring.stage][slice], k_ring.parity);
-      }
+      wait_for_slices(shared.k_full[k_ring.stage], k_ring.parity);
       wait_for_turn();
       pass_turn();
-      release(&shared.k_empty[k_ring.stage]);
-      k_ring.advance();
+      release(shared.k_empty, k_ring);
       mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-      release(&shared.v_empty[v_ring.stage]);
-      v_ring.advance();
+      release(shared.v_empty, v_ring);
     };
 
     // From the last block of keys to the first, so that the masked ones come first.
-    int block = blocks - 1;
+    int block = work.blocks - 1;
     for (; block >= seen_blocks; --block) skip_block();
     if (block >= 0) {
       if constexpr (kOverlap) {
-        // The first block counts as masked; with a full mask no other can be.
+        // The first block goes with the masked ones, be it masked or not; of a full mask, alone.
         do {
           overlapped_step(Constant<true>(), block--);
         } while (kCausal && block >= first_masked);
@@ -1006,10 +1019,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       }
     } else {
       // No key, but Q was loaded: its arrival must be seen before its place is reused.
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
-        mbarrier_wait(&shared.q_full[q_ring.stage][slice], q_ring.parity);
-      }
+      wait_for_slices(shared.q_full[q_ring.stage], q_ring.parity);
       if (kQStages > 1) free_q();
     }
 
@@ -1024,13 +1034,14 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // O goes out by TMA from this warpgroup's rows of Q, which nobody reads any more.
     Element* const staged = shared.q[q_ring.stage];
+    // The place that this lane names to stmatrix.
     const int matrix_row = warpgroup * 64 + warp * 16 + lane % 16, matrix_column = lane / 16 * 8;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; i += 8) {  // 16 columns
       u32 matrices[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const int j = i + 2 * m;  // a head dim of 8 more than a multiple of 16 ends amid these
+        const int j = i + 2 * m;  // the head dim may end amid these
         const float inverse = inverse_sum[fragment_row(j)];
         matrices[m] = j < kHeadDim / 2 ? pack<Element>(o[j] * inverse, o[j + 1] * inverse) : 0;
       }
