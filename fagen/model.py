@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from fagen.compile import Resources
 
 # ---- constants ----
-# "fit": to 2600 configs of forward_sm90 that were measured on an H200, in bf16: 516 of a complete
-# table, 1014 of guided searches at sequences of 512, 2048 and 8192, and 1070 that ranged widely, of
-# an older kernel. tests/test_model.py reads the first two, and what the fit has not seen. Cycles
-# are those of an SM.
+# "fit": to configs of forward_sm90 that were measured on an H200. Most weight have 1080 of guided
+# searches in bf16, at sequences of 512, 2048 and 8192. Less have every second of the 516 of a
+# complete table in bf16, and of 1071 in fp16 that range widely: those kernels are older, and their
+# warpgroups skipped no step. tests/test_model.py reads them, and what the fit has not seen.
+# "older fit": to guided searches, table and wide range alike, of the kernel before; fitting them
+# again gained nothing. Cycles are those of an SM.
 
 # What the hardware does.
 SUSTAINED_CLOCK = 0.95  # of the boost clock, in measurements with pauses between the launches
@@ -46,39 +48,39 @@ ISSUE_PER_CLOCK = 128  # lanes: four schedulers of a warp each
 WGMMA_ROWS, WGMMA_DEPTH = 64, 16  # of one wgmma instruction; its columns vary
 MMA_SYNC_FLOPS = 4096  # one warp-wide m16n8k16
 LDMATRIX_BYTES = 512  # one warp-wide ldmatrix.x4
-LOAD_CYCLES = 910.0  # latency of a TMA load from L2: fit
-NARROW_SWIZZLE = 1.16  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
+LOAD_CYCLES = 910.0  # latency of a TMA load from L2: older fit
+NARROW_SWIZZLE = 1.33  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit
 LAUNCH_US = 2.0
 
 # What the instructions of the kernels cost.
-ISSUE_PER_SCORE = 5.75  # scale, exp2, maximum, sum, half a conversion: fit, 4.5 by counting
-SLOTS_LOST = 1.22  # for each used, with one computing warp per scheduler; with n, an n-th: fit
-ISSUE_PER_MASKED_SCORE = 3.7  # index, comparison and select, in a loop of its own: fit
-ISSUE_PER_POLYNOMIAL = 5.4  # instead of exp2: fit, 9 by counting
-ISSUE_CYCLES = 112.0  # of a warpgroup's step, however few its keys: fit
-RESCALE_LATENCY = 2.8  # of rescaling O, in its issue cycles: it sits between two products; fit
-LAZY_CYCLES = 520.0  # vote and branch instead, which the compiler moves nothing across: fit
-P_STORE_PER_KEY = 3.25  # 64 rows of P to shared memory at 128 bytes a cycle, and a barrier: fit
-COLLISION = 0.36  # softmax that meets each other warpgroup's if nobody orders them: fit
-COLLISION_OVERLAPPED = 0.22  # and if turns do, but each has products under its own softmax: fit
+ISSUE_PER_SCORE = 6.08  # scale, exp2, maximum, sum, half a conversion: fit, 4.5 by counting
+SLOTS_LOST = 0.84  # for each used, with one computing warp per scheduler; with n, an n-th: fit
+ISSUE_PER_MASKED_SCORE = 7.0  # index, comparison and select, in a loop of its own: fit
+ISSUE_PER_POLYNOMIAL = 6.8  # instead of exp2: fit, 9 by counting
+ISSUE_CYCLES = 143.0  # of a warpgroup's step, however few its keys: fit
+RESCALE_LATENCY = 4.2  # of rescaling O, in its issue cycles: it sits between two products; fit
+LAZY_CYCLES = 555.0  # vote and branch instead, which the compiler moves nothing across: fit
+P_STORE_PER_KEY = 3.25  # 64 rows of P to shared memory, and a barrier: older fit
+COLLISION = 0.27  # softmax that meets each other warpgroup's if nobody orders them: fit
+COLLISION_OVERLAPPED = 0.26  # and if turns do, but each has products under its own softmax: fit
 
 # A tile and a grid.
-TILE_CYCLES = 2950.0  # starting a block, first loads: fit
-TILE_CYCLES_PER_ELEMENT = 0.167  # of O, to finish and to store it: fit
-# Share of TILE_CYCLES that is left where the next tile's loads run early, by buffers for Q; with
-# two, its first product runs early as well: fit.
-PERSISTENT_TILE = {1: 0.53, 2: -0.11}
-STATIC_TILE_KEYS = 250.0  # a tile beside its keys, in keys, where tiles are dealt out: fit
-PERSISTENT_CLUSTERS = 0.07  # time lost by several per SM, which also wait for those elsewhere: fit
-TAIL_FULL = 0.57  # share of the last wave's idle time that is really lost: fit
+TILE_CYCLES = 2950.0  # starting a block, first loads: older fit
+TILE_CYCLES_PER_ELEMENT = 0.176  # of O, to finish and to store it: fit
+# Share of TILE_CYCLES that is left where the next tile's loads run early, by buffers for Q: older
+# fit. With two, its first product runs early as well: fit.
+PERSISTENT_TILE = {1: 0.53, 2: -0.2}
+STATIC_TILE_KEYS = 250.0  # a tile beside its keys, in keys, if dealt out: older fit
+PERSISTENT_CLUSTERS = 0.07  # time lost by several per SM, which wait for others: older fit
+TAIL_FULL = 0.92  # share of the last wave's idle time that is really lost: fit
 
 BARRIER_CYCLES = 40.0  # __syncthreads of a block, beside the wait for its copies
 # Exponents p of the overlap: fit.
-NORM = {"forward_sm90": 3.15, "forward_sm80": 2.8}
-NORM_OVERLAP = 0.37  # the `overlap` axis
+NORM = {"forward_sm90": 3.06, "forward_sm80": 2.8}
+NORM_OVERLAP = 0.59  # the `overlap` axis
 # Device memory beside everything else, by `head_grouping`: the first wave waits for it, and longer
-# if it begins with the keys of many heads.
-NORM_MEMORY = {False: 2.06, True: 1.65}
+# if it begins with the keys of many heads: older fit of False, fit of True.
+NORM_MEMORY = {False: 2.06, True: 1.71}
 
 # Registers.
 REGISTERS_BESIDE = 28  # beside the accumulators, as NVRTC 13.0 compiles forward_sm90
@@ -92,14 +94,22 @@ SERIALISED = 1.4  # time lost when the compiler serialises wgmma
 
 
 class Steps(NamedTuple):
-    """The work of one head: tiles, their steps, and how many of those hold a mask's edge.
+    """The work of one head.
 
-    A step that only part of a tile masks counts as that part.
+    A step that only part of a tile computes or masks counts as that part.
+
+    Attributes:
+        tiles: how many.
+        total: steps of all tiles, for whose blocks of keys they load and wait.
+        longest: steps of the longest tile.
+        seen: steps of all tiles that compute: the others are masked as a whole.
+        masked: those of them that hold a mask's edge.
     """
 
     tiles: int
     total: int
     longest: int
+    seen: float
     masked: float
 
 
@@ -110,25 +120,33 @@ def steps_of_head(
     """Counts the blocks of keys that the tiles of one head visit.
 
     Args:
-        rows: how many of a tile's rows decide together which keys need a mask; None for all.
+        rows: how many of a tile's rows decide together which keys to compute and which of those
+            need a mask; None for all.
     """
     tiles = -(-shape.seqlen_q // block_m)
     last_block = -(-shape.seqlen_k // block_n)
     ragged = shape.seqlen_k % block_n != 0
     if not causal:
-        return Steps(tiles, tiles * last_block, last_block, tiles * ragged)
+        total = tiles * last_block
+        return Steps(tiles, total, last_block, total, tiles * ragged)
     offset = shape.seqlen_k - shape.seqlen_q
+    rows = rows or block_m
     total = longest = 0
-    masked = 0.0
-    parts = range(0, block_m, rows or block_m)
+    seen = masked = 0.0
     for first_row in range(0, shape.seqlen_q, block_m):
-        last_row = min(first_row + block_m, shape.seqlen_q) - 1
-        visited = max(0, -(-min(shape.seqlen_k, last_row + 1 + offset) // block_n))
-        whole = [max(0, first_row + row + 1 + offset) // block_n for row in parts]
+        visited = 0
+        for first in range(first_row, first_row + block_m, rows):
+            if first >= shape.seqlen_q:
+                break
+            last = min(first + rows, shape.seqlen_q) - 1
+            computed = max(0, -(-min(shape.seqlen_k, last + 1 + offset) // block_n))
+            whole = max(0, first + 1 + offset) // block_n
+            seen += computed * rows / block_m
+            masked += max(0, computed - whole) * rows / block_m
+            visited = computed
         total += visited
-        masked += sum(max(0, visited - blocks) for blocks in whole) / len(parts)
         longest = max(longest, visited)
-    return Steps(tiles, total, longest, masked)
+    return Steps(tiles, total, longest, seen, masked)
 
 
 @lru_cache(maxsize=1024)
@@ -287,9 +305,9 @@ def fill_bytes(config: AnyConfig, problem: Problem) -> float:
     return 2 * config.block_n * config.head_dim_padded(problem) * ELEMENT_BYTES
 
 
-def smem_cycles(config: AnyConfig, problem: Problem) -> float:
-    """Operand reads, and K and V being written."""
-    reads = swizzle_factor(config) * smem_read_bytes(config, problem)
+def smem_cycles(config: AnyConfig, problem: Problem, seen: float) -> float:
+    """Operand reads, of the share `seen` of steps that compute, and K and V being written."""
+    reads = seen * swizzle_factor(config) * smem_read_bytes(config, problem)
     return (reads + fill_bytes(config, problem)) / SMEM_BYTES_PER_CLOCK
 
 
@@ -345,13 +363,14 @@ def step_of(
     problem: Problem,
     config: AnyConfig,
     device: Device,
-    masked_share: float,
+    head: Steps,
     resources: Resources | None,
 ) -> Step:
-    """What a step costs."""
+    """What a step costs, in the mean over those of `head`."""
     groups = computing_groups(config)
     qk, pv = product_cycles(config, problem, device)
-    exp2, issue = exp2_cycles(config, device), issue_cycles(config, problem, masked_share)
+    exp2 = exp2_cycles(config, device)
+    issue = issue_cycles(config, problem, head.masked / head.seen)
     rescale = rescale_cycles(config, problem)
 
     alone = (1 + SLOTS_LOST) * issue
@@ -375,11 +394,14 @@ def step_of(
         # K's place is free before the softmax; the last of the groups that take turns decides.
         stages_ahead += 1 / groups
         products = (qk + pv) / groups + softmax
+    # Steps that a warpgroup skips leave the pipes to the others. The path is that of the warpgroup
+    # whose rows see the most.
+    seen = head.seen / head.total
     return Step(
-        tensor=qk + pv,
-        exp2=exp2,
-        issue=issue + rescale + groups * ISSUE_CYCLES,
-        smem=smem_cycles(config, problem),
+        tensor=seen * (qk + pv),
+        exp2=seen * exp2,
+        issue=seen * (issue + rescale + groups * ISSUE_CYCLES),
+        smem=smem_cycles(config, problem, seen),
         l2=fill_bytes(config, problem) / config.tile_rows * config.block_m / L2_BYTES_PER_CLOCK,
         path=latency + products,
         stages_ahead=stages_ahead,
@@ -442,7 +464,7 @@ def kernel_of(
     slots = device.sm_count * residents
     persistent = _persistent(config)
     start = start_cycles(config, problem, residents)
-    step = step_of(problem, config, device, head.masked / head.total, resources)
+    step = step_of(problem, config, device, head, resources)
     if persistent and cluster > 1 and residents > 1:
         step = step._replace(factor=step.factor + PERSISTENT_CLUSTERS)
 

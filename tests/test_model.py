@@ -1,8 +1,9 @@
 """The static model against times that were measured on an H200 on 2026-11-29.
 
 The files are the searches' own Optuna storages, of 16384 tokens and 2048 / head_dim heads. Those of
-the current kernel are guided by the model, so most of their configs are near the best; the table is
-complete, and those of the older kernel range widely.
+the current kernel ("seen", "unseen", "fp16") are guided by the model, so most of their configs are
+near the best; the "table" is complete, and those of the "older" kernel range widely. The kernels of
+these two did not yet skip the blocks of keys that only other warpgroups see, as the model believes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.model import (
     STATIC_TILE_KEYS,
+    Steps,
     explain_prediction,
     predict,
     resident_blocks,
     static_imbalance,
+    step_of,
     steps_of_head,
 )
 from fagen.problem import Problem, Shape
@@ -38,11 +41,14 @@ TESTS = Path(__file__).parent
 RESULTS = TESTS.parent / "benchmarks" / "results"
 FILES = {
     "bf16": RESULTS / "h200_forward_sm90_bf16.journal.gz",
+    "fp16": RESULTS / "h200_forward_sm90_fp16.journal.gz",
     "table": TESTS / "tables" / "h200_forward_sm90_bf16_d128_causal_2k.journal.gz",
     "older": RESULTS / "h200_forward_sm90_fp16_older_kernel.journal.gz",
 }
-SEEN_LENGTHS = (512, 2048, 8192)  # of bf16; all of the table, nothing of the older kernel's
-SETS = ("seen", "unseen", "table", "older")
+# What the constants were fitted to: these lengths of "bf16", half of "table", half of "older".
+SEEN_LENGTHS = (512, 2048, 8192)
+# Studies of each set. Those of head dim 256 in "fp16", 12 more, were cut short after one config.
+SETS = {"seen": 18, "unseen": 18, "fp16": 24, "table": 1, "older": 18}
 SMALL = {"ping_pong": False, "producer_registers": 0}
 
 
@@ -104,6 +110,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Study]]:
     bf16 = found.pop("bf16")
     found["seen"] = [study for study in bf16 if study.shape.seqlen_q in SEEN_LENGTHS]
     found["unseen"] = [study for study in bf16 if study.shape.seqlen_q not in SEEN_LENGTHS]
+    found["fp16"] = [study for study in found["fp16"] if study.problem.head_dim < 256]
     return found
 
 
@@ -128,9 +135,9 @@ def tflops(head_dim: int, causal: bool, config: AnyConfig, seqlen: int) -> float
 def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
     studies: dict[str, list[Study]], name: str
 ) -> None:
-    assert len(studies[name]) == (1 if name == "table" else 18)
+    assert len(studies[name]) == SETS[name]
     for study in studies[name]:
-        assert len(study.configs) >= 38
+        assert len(study.configs) >= 34
         for trial in study.trials:
             assert trial.params.keys() <= set(Sm90Forward.axis_names())
             assert trial.datetime_complete is not None
@@ -148,24 +155,41 @@ def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
 
 @pytest.mark.parametrize(
     ("name", "worst", "mean"),
-    [("seen", 0.64, 0.88), ("unseen", 0.64, 0.86), ("table", 0.94, 0.94), ("older", 0.78, 0.92)],
+    [
+        ("seen", 0.74, 0.91),
+        ("unseen", 0.74, 0.885),
+        ("fp16", 0.78, 0.91),
+        ("table", 0.9, 0.9),
+        ("older", 0.75, 0.9),
+    ],
 )
 def test_configs_are_predicted_in_the_order_of_their_times(
     studies: dict[str, list[Study]], name: str, worst: float, mean: float
 ) -> None:
-    """Means: 0.90 of the guided searches that the fit has seen, 0.88 of those that it has not (half
-    of their configs are within 10 %), 0.93 of the older kernel's.
+    """Means: 0.92 of the guided searches that the fit has seen, 0.89 and 0.91 of those that it has
+    not (half of their configs are within 6 and 9 %), 0.91 of the older kernels.
     """
     correlations = {s.name: rank_correlation(s.predicted, s.measured) for s in studies[name]}
     assert min(correlations.values()) > worst, min(correlations, key=lambda s: correlations[s])
     assert np.mean(list(correlations.values())) > mean
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_first_choice_is_nearly_the_best(studies: dict[str, list[Study]], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "worst", "mean"),
+    [
+        ("seen", 1.04, 1.015),
+        ("unseen", 1.07, 1.02),
+        ("fp16", 1.08, 1.015),
+        ("table", 1.02, 1.02),
+        ("older", 1.15, 1.03),  # head dim 64, causal, 512: blocks of which it skipped none
+    ],
+)
+def test_the_first_choice_is_nearly_the_best(
+    studies: dict[str, list[Study]], name: str, worst: float, mean: float
+) -> None:
     losses = {s.name: s.measured[np.argmin(s.predicted)] / s.measured.min() for s in studies[name]}
-    assert max(losses.values()) < 1.1, max(losses, key=lambda s: losses[s])
-    assert np.mean(list(losses.values())) < 1.025
+    assert max(losses.values()) < worst, max(losses, key=lambda s: losses[s])
+    assert np.mean(list(losses.values())) < mean
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -174,8 +198,8 @@ def test_predictions_are_near_the_size_of_measurements(
 ) -> None:
     for study in studies[name]:
         ratios = study.predicted / study.measured
-        assert 0.9 < np.median(ratios) < 1.15, study.name
-        assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < 0.13, study.name
+        assert 0.92 < np.median(ratios) < 1.08, study.name
+        assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < 0.12, study.name
 
 
 @pytest.mark.parametrize(
@@ -194,7 +218,11 @@ def test_predictions_are_near_the_size_of_measurements(
     ],
 )
 def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: str) -> None:
-    """Pairs of configs that differ in nothing else: what turning it on costs, in logarithms."""
+    """Pairs of configs that differ in nothing else: what turning it on costs, in logarithms.
+
+    Turns cost or gain 1.5 % in the mean. Under `overlap` they gain 2 to 3 % at head dim 64 and
+    nothing at the others, and the model foresees nothing: it is hardly better than none.
+    """
     effects = []
     same = {axis: Sm90Forward.model_fields[axis].default, "producer_registers": 24}
     for study in itertools.chain.from_iterable(studies.values()):
@@ -208,7 +236,8 @@ def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: 
                     effects.append([np.log(values[b] / values[a]) for values in times])
     predicted, measured = np.array(effects).T
     assert len(effects) > 15
-    assert np.abs(predicted - measured).mean() < 0.9 * np.abs(measured).mean()
+    left = 0.97 if axis == "ping_pong" else 0.7
+    assert np.abs(predicted - measured).mean() < left * np.abs(measured).mean()
 
 
 # What forward_sm80 reached on that H200, bf16, full, 2048 keys.
@@ -266,11 +295,44 @@ def test_steps_are_the_blocks_that_hold_a_visible_key(
         assert steps.longest == max(visited)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1000, 1000), (300, 70), (70, 300), (64, 64)])
+def test_a_warpgroup_computes_the_blocks_that_hold_a_key_of_its_rows(
+    seqlen_q: int, seqlen_k: int
+) -> None:
+    shape = Shape(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=1, heads_kv=1)
+    for block_m, block_n in itertools.product((64, 128, 192), (48, 128)):
+        steps = steps_of_head(shape, True, block_m, block_n, rows=64)
+        whole = steps_of_head(shape, True, block_m, block_n)
+        warpgroups = steps_of_head(shape, True, 64, block_n)
+        assert (steps.total, steps.longest) == (whole.total, whole.longest)
+        assert whole.seen == whole.total
+        assert steps.seen == pytest.approx(warpgroups.total * 64 / block_m)
+        assert steps.masked == pytest.approx(warpgroups.masked * 64 / block_m)
+    full = steps_of_head(shape, False, 128, 48, rows=64)
+    assert full.seen == full.total
+
+
 def test_each_warpgroup_masks_the_keys_that_not_all_its_rows_see() -> None:
-    """A tile of 128 rows on 128 keys, in blocks of 16: its second half sees the first 64 whole."""
+    """A tile of 128 rows on 128 keys, in blocks of 16: its second half sees the first 64 whole, its
+    first half nothing of the others.
+    """
     shape = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
     assert steps_of_head(shape, True, 128, 16).masked == 8
-    assert steps_of_head(shape, True, 128, 16, rows=64).masked == (8 + 4) / 2
+    halves = steps_of_head(shape, True, 128, 16, rows=64)
+    assert halves.seen == (4 + 8) / 2
+    assert halves.masked == (4 + 4) / 2
+
+
+def test_skipped_steps_leave_the_pipes_idle_but_not_the_loads() -> None:
+    problem = Problem(dtype="bf16", head_dim=64, causal=True)
+    config = hopper(192, 64, 64)
+    whole = Steps(tiles=1, total=4, longest=4, seen=4, masked=1)
+    skipping = whole._replace(seen=3)
+    all_seen, part_seen = (step_of(problem, config, H200, s, None) for s in (whole, skipping))
+    for pipe in ("tensor", "exp2", "issue", "smem"):
+        assert getattr(part_seen, pipe) < getattr(all_seen, pipe)
+    assert part_seen.tensor == 0.75 * all_seen.tensor
+    assert part_seen.l2 == all_seen.l2
 
 
 def test_resident_blocks_follow_shared_memory_registers_and_threads() -> None:
