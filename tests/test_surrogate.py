@@ -86,10 +86,12 @@ def test_asks_that_are_pending_differ(legal: LegalSet) -> None:
 
 
 def test_rejections_push_away(legal: LegalSet) -> None:
-    """Wide tiles, which look best to the static model, are asked for less where they never work."""
-    noise = np.random.default_rng(2).lognormal(0.0, 0.05, len(legal))
+    """Wide tiles, of which many look good to the static model, are asked for less where they never
+    work: in three searches together, since noise decides how often where they do.
+    """
 
-    def wide_asks(wide_ones_work: bool) -> int:
+    def wide_asks(wide_ones_work: bool, seed: int) -> int:
+        noise = np.random.default_rng(seed).lognormal(0.0, 0.05, len(legal))
         model, taken = surrogate(legal), np.zeros(len(legal), dtype=bool)
         count = 0
         for _ in range(60):
@@ -102,7 +104,8 @@ def test_rejections_push_away(legal: LegalSet) -> None:
             tell(model, row, Measured(time_us=time_us) if works else SPILLS)
         return count
 
-    assert wide_asks(False) < 0.8 * wide_asks(True)
+    avoided, wanted = (sum(wide_asks(work, seed) for seed in (2, 3, 4)) for work in (False, True))
+    assert avoided < 0.8 * wanted
 
 
 def test_what_is_dropped_may_be_learned_again(legal: LegalSet) -> None:
