@@ -459,16 +459,16 @@ def test_ctrl_c_saves_the_best_so_far_and_resume_goes_on(tmp_path: Path) -> None
 
 
 def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
-    """Tiles of 112 keys suit the usual shape, and are slow where the sequence is ragged."""
+    """Tiles of 96 keys suit the usual shape, and are slow where the sequence is ragged."""
     task = Task(TASK.problem, TASK.shapes[:1])
     (shape,) = task.shapes
     (ragged,) = companions(shape)
 
     def fate(config: AnyConfig, at: Shape) -> Outcome:
-        factor = {shape: 0.7, ragged: 1.6}[at] if config.block_n == 112 else 1.0
+        factor = {shape: 0.7, ragged: 1.6}[at] if config.block_n == 96 else 1.0
         return Measured(time_us=factor * predict(TASK.problem, at, config, H200))
 
-    fixed = FIXED | {"block_n": (112, 128)}
+    fixed = FIXED | {"block_n": (96, 128)}
     quick, full = (
         run(tmp_path / effort, FakeWorker(fate), [task], effort=effort, fixed=fixed)[0]
         for effort in ("quick", "full")
@@ -480,9 +480,9 @@ def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
         best[result.path] = min(measured, key=lambda tried: tried.objective)
         default = next(t for t in measured if t.config == default_config(TASK.problem, H200))
         assert default.objective == 1.0
-    assert best[quick.path].config.block_n == 112
+    assert best[quick.path].config.block_n == 96
     tried = best[full.path]
-    assert tried.config.block_n != 112
+    assert tried.config.block_n != 96
     ratios = [
         predict(TASK.problem, at, tried.config, H200)
         / predict(TASK.problem, at, default_config(TASK.problem, H200), H200)
