@@ -231,9 +231,10 @@ class Sm90Forward(_Config):
         return round_up(size + self.q_stages * WORK_BYTES, SMEM_ALIGNMENT)
 
     def qk_steps(self, problem: Problem) -> int:
-        """Steps of Q K^T, 16 columns each, in one statement: a slice's, if all have as many."""
-        columns = round_up(problem.head_dim, 16)
-        return math.gcd(columns, min(columns, self.block_k)) // 16
+        """Steps of Q K^T, 16 columns each, in one statement: so many that whole statements make
+        up the head dim, and a slice.
+        """
+        return math.gcd(round_up(problem.head_dim, 16), self.block_k) // 16
 
     def accumulator_registers(self, problem: Problem) -> int:
         both = self.overlap and not self.p_in_smem  # S of one block beside P of the last

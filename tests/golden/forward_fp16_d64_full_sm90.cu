@@ -633,7 +633,7 @@ static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup compute
 static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
 static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
 static_assert((kHeadDim + 15) / 16 % kQkSteps == 0, "whole statements");
-static_assert(kSlices == 1 || kBlockK / 16 % kQkSteps == 0, "a statement reads one slice");
+static_assert(kBlockK / 16 % kQkSteps == 0, "a statement reads one slice");
 static_assert(kBlockN / kCluster % 8 == 0, "a block's share of K is whole rows of the swizzle");
 static_assert(kPersistent || (kQStages == 1 && !kDynamicTiles), "a block of one tile needs neither");
 static_assert(kCluster == 1 || !kDynamicTiles, "the blocks of a cluster would draw apart");
