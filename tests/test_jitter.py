@@ -35,14 +35,15 @@ JITTERED = (
     "barrier_sync",
     "barrier_arrive",
 )
-# Up to 4 us, decided by the clock: the same for all lanes that run together.
+# One time in four, up to 4 us, decided by the clock. With no branch, which would look as if the
+# lanes of a warp might part: ptxas then serialises wgmma, and lanes that part hang at bar.sync.
 JITTER = """
 DEVICE void jitter() {
   u32 x;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(x));
   x = (x ^ (threadIdx.x / 32 * 0x9e3779b9u) ^ (blockIdx.x * 0x85ebca6bu)) * 0xc2b2ae35u;
   x ^= x >> 15;
-  if (x % 4 == 0) __nanosleep(x >> 20);
+  __nanosleep(x % 4 == 0 ? x >> 20 : 0);
 }
 """
 CONFIGS = {
@@ -194,7 +195,7 @@ def test_a_missing_barrier_shows(name: str, barrier: str) -> None:
     text = render(PROBLEM, config)
     load(text, config)  # or skip, where the template does not run
     jobs = [(with_jitter(source), config, 60) for source in (text, without(text, barrier))]
-    answers = in_processes(differing_runs, jobs, processes=1, timeout=60, failure=StoppedError)
+    answers = in_processes(differing_runs, jobs, processes=1, timeout=30, failure=StoppedError)
     (_, right), (_, wrong) = answers
     assert right == 0
     assert isinstance(wrong, StoppedError) or wrong > 0
@@ -206,4 +207,5 @@ def test_the_jittered_text_compiles(config: Sm90Forward) -> None:
     from fagen.device import architecture
 
     source = with_jitter(render(PROBLEM, config))
-    compile_source(source, architecture("sm90"), kernel_name(PROBLEM), cached=False)
+    compiled = compile_source(source, architecture("sm90"), kernel_name(PROBLEM), cached=False)
+    assert compiled.resources.warnings == ()
