@@ -167,7 +167,7 @@ def _flash_attn_peer(title: str, module: str, package: str) -> Peer:
 
 PEERS = {
     "fa3": _flash_attn_peer("FlashAttention-3", "flash_attn_interface", "tokenspeed-fa3"),
-    "fa4": _flash_attn_peer("FlashAttention-4", "flash_attn.cute", "flash-attn-4[cu13]"),
+    "fa4": _flash_attn_peer("FlashAttention-4", "flash_attn.cute", "flash-attn-4[cu13]>=4.0.0b1"),
     "cudnn": Peer("cuDNN", "torch", _cudnn),
     "fa2": Peer("FlashAttention-2", "torch", _fa2),
     "flex": Peer("FlexAttention", "torch", _flex),

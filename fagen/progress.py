@@ -128,7 +128,7 @@ class TuneProgress:
             case ModelJudged(static=float(static)):
                 corrected = f", {event.corrected:.2f} corrected" if event.corrected else ""
                 self._say(
-                    f"{event.problem} seqlen {event.shape.seqlen_k}: rank correlation of the model "
+                    f"{event.problem}, {event.shape}: rank correlation of the model "
                     f"with {event.measured} measured: {static:.2f}{corrected}"
                 )
             case RecordSaved(record=record):
@@ -169,12 +169,12 @@ class TuneProgress:
             self._task,
             completed=sum(self._done.values()),
             total=event.trials * len(self._done),
-            best=f"seqlen {event.shape.seqlen_k}: {best}{rejected}",
+            best=f"{event.shape}: {best}{rejected}",
         )
         if event.is_best or event.done % LINE_EVERY == 0:
             mark = "best" if event.is_best else "still"
             self._plain(
-                f"{event.problem} seqlen {event.shape.seqlen_k}, {event.done} of {event.trials}"
+                f"{event.problem}, {event.shape}, {event.done} of {event.trials}"
                 f"{self._remaining(event)}: {mark} {best}{rejected}"
             )
 

@@ -462,7 +462,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
         "1 of 50: best 200.0 us",
         "2 of 50: best 100.0 us",
         "rejected: 3 wrong",
-        "seqlen 512: rank correlation of the model with 40 measured: 0.93, 0.96 corrected",
+        "q512 k512 h32/32: rank correlation of the model with 40 measured: 0.93, 0.96 corrected",
         "final comparison; the GPU was busy 63% of the search",
         "measured 100.0 us, 123 TFLOP/s, 1.50x as fast as the default and 2.00x as fast as torch: ",
         "enumerate 2 s, gpu 4 min",

