@@ -54,10 +54,11 @@ TRIALS: dict[Effort, int] = {"quick": 60, "full": 100}
 TRIALS_PER_PICK = 8  # of so many trials, one is a pick of the static model, tried first
 MAX_SHAPE_BYTES = 1 << 40
 
-# For `estimate_seconds`.
-TASK_SECONDS = 8.0  # enumeration, start of the compile processes, final comparison
-CANDIDATE_SECONDS = 0.2  # loading and verifying
-SHAPE_SECONDS = 0.18  # timing
+# For `estimate_seconds`: on an H200 and 16 cores.
+TASK_SECONDS = 6.0  # enumeration, start of the compile processes
+CANDIDATE_SECONDS = 0.08  # loading and verifying
+TIMING_SECONDS = 0.045  # of a candidate on a shape
+FINALS_SECONDS = 1.8  # of a record's final comparison
 PREDICTED_SHAPE_SECONDS = 4.0
 
 
@@ -71,11 +72,12 @@ def estimate_seconds(
     """Roughly how long `tune` takes, in seconds."""
     trials = trials or TRIALS[effort]
     effort = effort if measured else "quick"
+    records = sum(len(task.shapes) for task in tasks)
     shapes = sum(len(_timed_on(shape, effort)) for task in tasks for shape in task.shapes)
     if not measured:
         return PREDICTED_SHAPE_SECONDS * shapes
-    per_shape = SHAPE_SECONDS * trials * shapes
-    return (TASK_SECONDS + CANDIDATE_SECONDS * trials) * len(tasks) + per_shape
+    search = (CANDIDATE_SECONDS * len(tasks) + TIMING_SECONDS * shapes) * trials
+    return TASK_SECONDS * len(tasks) + search + FINALS_SECONDS * records
 
 
 def _timed_on(shape: Shape, effort: Effort) -> tuple[Shape, ...]:

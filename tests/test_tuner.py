@@ -17,6 +17,7 @@ from records import some_record
 
 from fagen import candidates, finals, prediction
 from fagen import tuner as tuning
+from fagen.bench import HEAD_DIMS, SEQLENS
 from fagen.blocklist import Blocklist
 from fagen.candidates import known_configs
 from fagen.compile import Compiled, Resources
@@ -40,11 +41,12 @@ from fagen.report import summarise
 from fagen.space import default_config, why_illegal
 from fagen.store import CONFIG_VARIABLE, Card, load_records, save_records
 from fagen.studies import default_storage, last_storage, open_storage, read_studies
-from fagen.tasks import Task, companions, standard_tasks
+from fagen.tasks import Task, companions, standard_tasks, tasks_from
 from fagen.tuner import TuneResult, estimate_seconds, tune
 from fagen.worker import TORCH, Candidate, DeviceReport, Worker
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
+GRID_B = Path(__file__).parents[1] / "benchmarks" / "grid_b.yaml"
 FIXED = {"exp2_fma_every": 0, "head_grouping": True, "p_in_smem": False, "block_k": 128}
 TASKS = standard_tasks(dtypes=["bf16"], head_dims=[128], causal=[True], seqlens=[512, 8192])
 TASK = TASKS[0]
@@ -740,6 +742,14 @@ def test_estimates_grow_with_the_work() -> None:
     assert estimate_seconds(tasks, 100) > estimate_seconds(tasks, 50)
     assert estimate_seconds(tasks) > 1.5 * estimate_seconds(tasks, effort="quick")
     assert estimate_seconds(tasks, measured=False) < estimate_seconds(tasks)
+
+
+def test_estimates_are_near_what_it_took() -> None:
+    """On an H200, in seconds: benchmarks/results/h200_tune_bf16.log and h200_tune_grid_b.log."""
+    grid_a = standard_tasks(dtypes=("bf16",), head_dims=HEAD_DIMS, seqlens=SEQLENS)
+    assert 0.7 < estimate_seconds(grid_a, effort="quick") / 181 < 1.4
+    grid_b = [task for task in tasks_from(GRID_B) if task.problem.dtype == "bf16"]
+    assert 0.7 < estimate_seconds(grid_b, 100, effort="quick") / 268 < 1.4
 
 
 def test_saved_records_are_announced_with_their_file(tmp_path: Path) -> None:
