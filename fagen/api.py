@@ -24,6 +24,7 @@ from fagen.errors import ArgumentError
 from fagen.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
 from fagen.problem import Bucket, Dtype, Problem, Shape
 from fagen.render import kernel_name
+from fagen.store import Store
 
 if TYPE_CHECKING:
     from fagen.tasks import Task
@@ -346,6 +347,7 @@ def _attend(
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
         fixed,
+        Store.revision,
     )
     if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
         raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
@@ -419,8 +421,12 @@ def _plan(
     layout: Layout,
     pointers_aligned: bool,
     fixed: AnyConfig | LoadedKernel | None,
+    revision: int,
 ) -> _Call:
-    """Checks a geometry, finds its kernel and plans its launch. For this thread only."""
+    """Checks a geometry, finds its kernel and plans its launch. For this thread only.
+
+    `revision` is that of the records, so that new ones are asked.
+    """
     operands = [
         arrays.operand(name, framework, 0, geometry, layout)
         for name, geometry in zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)

@@ -12,12 +12,13 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fagen.errors import ArgumentError, DeviceError, FagenError, WriteError
+from fagen.errors import ArgumentError, DeviceError, FagenError, UnsupportedError, WriteError
 
 if TYPE_CHECKING:
     from fagen.check import Report
@@ -118,14 +119,16 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def _present_devices() -> list[Device]:
-    """Every CUDA device of this machine; none where there is no driver."""
+def _present_devices() -> dict[int, Device]:
+    """The CUDA devices of this machine that fagen knows, by number; none without a driver."""
     from fagen import driver
 
-    try:
-        return [driver.query_device(index) for index in range(driver.device_count())]
-    except DeviceError:
-        return []
+    found: dict[int, Device] = {}
+    with suppress(DeviceError):
+        for number in range(driver.device_count()):
+            with suppress(UnsupportedError):  # an old card beside others
+                found[number] = driver.query_device(number)
+    return found
 
 
 def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | None]:
@@ -139,9 +142,10 @@ def _device(arch: str | None, index: int | None = None) -> tuple[Device, int | N
 
     wanted = None if arch is None else architecture(arch)
     present = _present_devices()
-    if index is not None and index >= len(present):
-        raise ArgumentError(f"--device {index}: this machine has {len(present)} CUDA device(s)")
-    for number, card in enumerate(present):
+    if index is not None and index not in present:
+        allowed = ", ".join(map(str, present)) or "none"
+        raise ArgumentError(f"--device {index}: the CUDA devices that fagen knows here: {allowed}")
+    for number, card in present.items():
         if (index is None or number == index) and (wanted is None or card.arch == wanted):
             return card, number
     if wanted is None:
@@ -156,7 +160,7 @@ def _devices(arch: str | None, chosen: str | None) -> tuple[Device, list[int]]:
         if number is None or chosen is None:
             return card, [] if number is None else [number]
         present = _present_devices()
-        return card, [index for index, other in enumerate(present) if other.key == card.key]
+        return card, [index for index, other in present.items() if other.key == card.key]
     numbers = list(dict.fromkeys(_integers(chosen, "--device", least=0, example="0,1")))
     found = [_device(arch, number) for number in numbers]
     for number, (card, place) in zip(numbers, found, strict=True):
@@ -381,7 +385,6 @@ def tune(
     from fagen import tuner as room
     from fagen.config import TEMPLATES
     from fagen.progress import TuneProgress, describe_gain, span
-    from fagen.search import SAMPLERS
     from fagen.studies import without_password
     from fagen.tasks import tasks_from
 
@@ -390,8 +393,7 @@ def tune(
         card = _card_to_compile_for(ctx)
     else:
         card, numbers = _devices(arch, device)
-    if sampler not in SAMPLERS:
-        raise ArgumentError(f"--sampler {sampler}: allowed are {', '.join(SAMPLERS)}")
+    room.check_options(sampler=sampler, trials=trials)
     if effort not in room.TRIALS:
         raise ArgumentError(f"--effort {effort}: allowed are {', '.join(room.TRIALS)}")
     if template is not None and template not in TEMPLATES:

@@ -90,16 +90,20 @@ def _devices() -> Iterator[Finding]:
     from fagen import driver
 
     try:
-        version = driver.driver_version()
-        cards = [driver.query_device(index) for index in range(driver.device_count())]
-        if not cards:
+        version, count = driver.driver_version(), driver.device_count()
+        if not count:
             raise DeviceError("the driver sees no CUDA device")
     except FagenError as error:
         yield Finding(what="GPU", status="warn", found=_first_line(error), fix=COMPILE_ONLY)
         return
-    yield Finding(what="driver", status="ok", found=f"for CUDA {version[0]}.{version[1]}")
-    for index, card in enumerate(cards):
-        yield Finding(what=f"GPU {index}", status="ok", found=str(card))
+    yield Finding(what="driver", status="ok", found=f"for CUDA {version}")
+    for index in range(count):
+        try:
+            card = driver.query_device(index)
+        except FagenError as error:  # too old a card says nothing about the others
+            yield Finding(what=f"GPU {index}", status="warn", found=_first_line(error))
+        else:
+            yield Finding(what=f"GPU {index}", status="ok", found=str(card))
 
 
 def _cache() -> Iterator[Finding]:

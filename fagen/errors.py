@@ -76,6 +76,9 @@ class CudaError(DeviceError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type[CudaError], tuple[str, int]]:
+        return type(self), (str(self), self.code)  # what it takes to unpickle it
+
 
 class MissingDependencyError(FagenError):
     """A package that this call needs is not installed; the message names the extra that has it."""

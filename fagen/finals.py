@@ -242,7 +242,8 @@ def crown(
     won, spread = median_and_spread(times[0][name])
 
     def speedup_over(other: str) -> float | None:
-        return 1 / paired_ratio(times, name, other).median if other in times[0] else None
+        timed = all(other in at for at in times)  # it may have fallen out on one of the shapes
+        return 1 / paired_ratio(times, name, other).median if timed else None
 
     policies = [each.outcome.policy for each in tried if isinstance(each.outcome, Measured)]
     return Record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from fagen.compile import Compiled
 from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import CompileError
-from fagen.events import OnEvent, RecordSaved, TaskStarted
+from fagen.events import Notice, OnEvent, RecordSaved, TaskStarted
 from fagen.legal import LegalSet
 from fagen.problem import Shape
 from fagen.space import default_config
@@ -35,8 +36,15 @@ class Prediction:
     processes: int | None
     on_event: OnEvent
 
-    def run(self, tasks: Sequence[Task]) -> tuple[list[Record], bool]:
-        """The records, all saved, and False if Ctrl-C ended it."""
+    def run(
+        self, tasks: Sequence[Task], budget_s: float | None = None
+    ) -> tuple[list[Record], bool]:
+        """The records, all saved, and False if Ctrl-C ended it.
+
+        What is not begun within `budget_s` is left out; the first record always comes.
+        """
+        deadline = None if budget_s is None else time.monotonic() + budget_s
+        shapes = sum(len(task.shapes) for task in tasks)
         records: list[Record] = []
         try:
             for number, task in enumerate(tasks, start=1):
@@ -56,6 +64,10 @@ class Prediction:
                     )
                 )
                 for shape in task.shapes:
+                    if deadline is not None and records and time.monotonic() > deadline:
+                        left = f"{shapes - len(records)} of {shapes} shapes are left out"
+                        self.on_event(Notice(f"The budget of {budget_s:g} s is spent: {left}."))
+                        return records, True
                     record = self._predict(legal, shape)
                     save_records(self.out, [record])
                     self.on_event(RecordSaved(record, self.out))

@@ -26,7 +26,7 @@ from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.space import default_config
 from fagen.statistics import spearman
-from fagen.studies import KeptStudy, read_studies
+from fagen.studies import KeptStudy, read_studies, without_password
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -357,17 +357,18 @@ def report(
     """
     require_matplotlib()
     kept = read_studies(storage, studies)
+    shown = without_password(storage)
     found = {study.name: summarise(study) for study in kept}
     summaries = [summary for summary in found.values() if summary is not None]
     ignored = tuple(name for name, summary in found.items() if summary is None)
     if not summaries:
         what = f"only others: {', '.join(ignored)}" if ignored else "none at all"
-        raise ArgumentError(f"{storage} holds no study of `fagen tune`: {what}")
+        raise ArgumentError(f"{shown} holds no study of `fagen tune`: {what}")
     overview = _overview(summaries)
     plots = {summary.name: _plots(summary, bench) for summary in summaries}
     every_plot = [*overview, *(plot for of_study in plots.values() for plot in of_study)]
     page = _render(
-        storage=str(storage),
+        storage=shown,
         summaries=summaries,
         overview=overview,
         plots=plots,

@@ -392,6 +392,7 @@ def save_records(path: str | Path, records: Iterable[Record]) -> None:
             _keep_better(merged, record)
         replace_file(old.path, _text(merged.values(), old.skipped))
     _open.cache_clear()  # this process sees what it saved
+    Store.revision += 1
 
 
 def check_can_save(path: str | Path) -> None:
@@ -633,7 +634,11 @@ class Store:
     Attributes:
         config_file: the one file that is consulted, or None for the user's overlay and then the
             shipped file of each architecture.
+        revision: of all stores: it goes up when this process saves records, and what was chosen
+            before may then be outdated.
     """
+
+    revision = 0
 
     def __init__(self, config_file: Path | None = None) -> None:
         self.config_file = config_file

@@ -516,11 +516,11 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
         ArgumentError: where there is no storage, or no such study.
         StoreError: as `open_storage`, or if the database goes away.
     """
-    file = str(where)
+    file, shown = str(where), without_password(where)
     if file.startswith("sqlite:///"):  # which would be made
         file = file.removeprefix("sqlite:///").partition("?")[0]
     if "://" not in file and not Path(file).expanduser().is_file():
-        raise ArgumentError(f"{where}: no such storage; `fagen tune --storage` writes one")
+        raise ArgumentError(f"{shown}: no such storage; `fagen tune --storage` writes one")
     storage = open_storage(where)
     try:
         names = optuna.get_all_study_names(storage)
@@ -529,7 +529,7 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
             found = {part} & set(names) or {name for name in names if part in name}
             if not found:
                 raise ArgumentError(
-                    f"{where} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
+                    f"{shown} has no study {part!r}: it has {', '.join(map(repr, names)) or 'none'}"
                 )
             chosen |= found
         return [_read_study(name, storage) for name in names if name in chosen]

@@ -42,7 +42,7 @@ from fagen.outcome import Measured, Outcome, Rejected, Tried
 from fagen.prediction import Prediction
 from fagen.problem import Problem, Shape
 from fagen.published import published_configs
-from fagen.search import Results, Study, search
+from fagen.search import SAMPLERS, Results, Study, search
 from fagen.space import default_config, why_illegal
 from fagen.store import Record, check_can_save, digest, save_records, user_overlay_path
 from fagen.studies import close_storage, default_storage, open_storage, study_name
@@ -156,12 +156,23 @@ def tune(
             FAGEN_CACHE, on the typical card of `arch`. What is rejected unmeasured is kept.
         workers: that evaluate, instead of one for each of `devices`.
 
+    Where records are predicted, the arguments about trials and studies mean nothing.
+
     Raises:
-        ArgumentError: for devices that differ, and what no trial could answer.
+        ArgumentError: for a value that is not allowed, devices that differ, and what no trial
+            could answer.
         DeviceError: if there is no device and `arch` is None.
         FagenError: what concerns every candidate (a damaged file, a missing package). A
             candidate that fails is a trial that failed.
     """
+    check_options(
+        devices=devices,
+        effort=effort,
+        trials=trials,
+        budget_s=budget_s,
+        sampler=sampler,
+        processes=processes,
+    )
     on_event = one_at_a_time(on_event)
     with Cards(workers or [Worker(index) for index in devices]) as cards:
         report: DeviceReport | None
@@ -178,13 +189,13 @@ def tune(
         else:
             assert arch is not None, "without a device, an architecture was asked for"
             device = typical_device(arch)
-        path = Path(out) if out is not None else user_overlay_path(device.arch.name)
+        path = user_overlay_path(device.arch.name) if out is None else Path(out).expanduser()
         _check(tasks, template, device)
         if not compile_only:
             check_can_save(path)
         if report is None:
             prediction = Prediction(device, template, fixed, seed, path, processes, on_event)
-            records, finished = prediction.run(tasks)
+            records, finished = prediction.run(tasks, budget_s)
             return TuneResult(
                 tuple(records), path, device, measured=False, interrupted=not finished
             )
@@ -221,6 +232,28 @@ def tune(
         studies=tuple(studies),
         interrupted=not finished,
     )
+
+
+def check_options(
+    *,
+    devices: Sequence[int] = (0,),
+    effort: str = "full",
+    trials: int | None = None,
+    budget_s: float | None = None,
+    sampler: str = "surrogate",
+    processes: int | None = None,
+) -> None:
+    """Refuses values of `tune` that are not allowed, with an ArgumentError."""
+    if not devices:
+        raise ArgumentError("devices names none: give the numbers of one or more, as (0,)")
+    if effort not in TRIALS:
+        raise ArgumentError(f"effort {effort!r}: allowed are {', '.join(TRIALS)}")
+    if sampler not in SAMPLERS:
+        raise ArgumentError(f"sampler {sampler!r}: allowed are {', '.join(SAMPLERS)}")
+    numbers = {"trials": trials, "budget_s": budget_s, "processes": processes}
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ArgumentError(f"{name} is {value}: give a number above 0, or leave it out")
 
 
 def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:

@@ -284,8 +284,6 @@ def _serve(connection: Connection, parent: int) -> None:
         start = time.perf_counter()
         try:
             reply = _named(function)(*arguments)
-        except CudaError as error:
-            reply = DeviceError(str(error))  # survives pickling
         except FagenError as error:
             reply = error
         connection.send((reply, time.perf_counter() - start))
@@ -422,7 +420,7 @@ def _torch_call(problem: Problem, shape: Shape, device_index: int) -> Call | Non
         return None  # its mask is aligned top-left
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError):  # OSError: its library was built for another CUDA
         return None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
 
@@ -448,6 +446,8 @@ def _torch_call(problem: Problem, shape: Shape, device_index: int) -> Call | Non
         torch.cuda.synchronize(device_index)
         call(torch.cuda.Stream(device_index).cuda_stream)
         torch.cuda.synchronize(device_index)
-    except RuntimeError:  # its fallback keeps all scores: on long sequences no memory suffices
+    except (RuntimeError, TypeError):
+        # RuntimeError: its fallback keeps all scores, for which no memory suffices on long
+        # sequences. TypeError: before 2.5 it has no grouped heads.
         return None
     return call

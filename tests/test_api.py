@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import math
+import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compiled, fake_torch
+from records import some_record
 
 import fagen
 from fagen import api, arrays, reference
 from fagen.compile import compile_kernel
 from fagen.config import Sm80Forward, Sm90Forward
-from fagen.errors import ArgumentError, ConfigError, UnsupportedError
+from fagen.errors import ArgumentError, ConfigError, CudaError, UnsupportedError
 from fagen.launch import SCALE_OFFSET
+from fagen.store import save_records
 
 # ---- the package ----
 
@@ -32,6 +36,11 @@ def test_the_package_exports_what_it_names() -> None:
         assert getattr(fagen, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         fagen.attend  # noqa: B018
+
+
+def test_errors_of_the_driver_cross_processes() -> None:
+    error = pickle.loads(pickle.dumps(CudaError("an illegal memory access", 700)))
+    assert (type(error), str(error), error.code) == (CudaError, "an illegal memory access", 700)
 
 
 def test_every_error_is_exported() -> None:
@@ -195,6 +204,22 @@ def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
         call(seqlen)
     assert len(fake.driver.launches) == 100
     assert len(fake.driver.encoded) == 4 * 50
+
+
+def test_a_record_that_is_saved_meanwhile_counts_from_then_on(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.yaml"
+    save_records(path, [])
+    monkeypatch.setenv("FAGEN_CONFIG", str(path))
+    tensors = FakeTensor(Q), FakeTensor(Q), FakeTensor(Q)
+    fagen.attention(*tensors)
+    problem, default = fake.compiles[-1]
+    other = default.model_copy(update={"block_n": 80})
+    save_records(path, [some_record(problem, other)])
+    fagen.attention(*tensors)
+    assert [config for _, config in fake.compiles] == [default, other]
+    assert fagen.explain(*tensors).config == other
 
 
 def test_each_static_question_has_its_own_kernel(fake: Fake) -> None:

@@ -20,8 +20,8 @@ from typer.main import get_command
 
 from fagen import __version__, cli, driver
 from fagen.config import AnyConfig
-from fagen.device import KNOWN_DEVICES, architecture, typical_device
-from fagen.errors import DeviceError, WriteError
+from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
+from fagen.errors import DeviceError, UnsupportedError, WriteError
 from fagen.events import (
     ModelJudged,
     Notice,
@@ -527,6 +527,38 @@ def test_tune_takes_several_cards(
     monkeypatch.setattr(driver, "query_device", cards.__getitem__)
     fagen("tune", "--dtype", "bf16", "--head-dim", "64", "--causal", "--seqlen", "512", *words)
     assert scripted_tune[0]["devices"] == devices
+
+
+def _old_card_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def query(index: int) -> Device:
+        if index == 0:
+            raise UnsupportedError("Tesla V100 has compute capability 7.0")
+        return H200
+
+    monkeypatch.setattr(driver, "device_count", lambda: 2)
+    monkeypatch.setattr(driver, "driver_version", lambda: "13.0")
+    monkeypatch.setattr(driver, "query_device", query)
+
+
+def test_a_card_that_fagen_does_not_know_is_no_hindrance(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, scripted_tune: list[dict[str, Any]]
+) -> None:
+    _old_card_first(monkeypatch)
+    assert "H200" in fagen("explain", "--head-dim", "64").out
+    fagen(*TUNE, "--causal")
+    assert scripted_tune[0]["devices"] == [1]
+    code, _, err = fagen(*TUNE, "--device", "0")
+    assert code == 2
+    assert "the CUDA devices that fagen knows here: 1" in err
+
+
+def test_doctor_reports_each_card(fagen: Fagen, monkeypatch: pytest.MonkeyPatch) -> None:
+    _old_card_first(monkeypatch)
+    findings = {finding["what"]: finding for finding in json.loads(fagen("doctor", "--json").out)}
+    assert findings["driver"]["found"] == "for CUDA 13.0"
+    assert findings["GPU 0"]["status"] == "warn"
+    assert "7.0" in findings["GPU 0"]["found"]
+    assert findings["GPU 1"]["found"] == str(H200)
 
 
 def test_tune_takes_no_other_card_than_the_one_that_is_named(

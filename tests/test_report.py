@@ -162,6 +162,12 @@ def test_a_study_without_its_shape_gets_that_of_the_bucket(tmp_path: Path, legal
     assert "TFLOP/s may be off" in report(path, tmp_path).page.read_text(encoding="utf-8")
 
 
+def test_no_password_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fagen.report.read_studies", lambda storage, studies: [])
+    with pytest.raises(ArgumentError, match=r"me:\*\*\*@host/db holds no study"):
+        report("postgresql://me:secret@host/db", tmp_path)
+
+
 def test_trials_and_studies_of_others_are_counted_and_left_out(
     tmp_path: Path, legal: LegalSet
 ) -> None:

@@ -269,6 +269,61 @@ def test_what_is_blocked_is_not_in_the_finals(tmp_path: Path) -> None:
     assert result.records[0].config != record.config
 
 
+def test_what_was_not_timed_on_every_shape_is_not_compared_with(tmp_path: Path) -> None:
+    """torch may lack the memory for one of the shapes, the default fail on one."""
+
+    class Partial(FakeWorker):
+        def compare(
+            self, candidates: Any, problem: Problem, shape: Shape
+        ) -> dict[str, list[float]]:
+            times = super().compare(candidates, problem, shape)
+            if shape.seqlen_q % 2:  # the ragged companion
+                del times[TORCH], times[str(default)]
+            return times
+
+    default = default_config(ONE.problem, H200)
+    result, _ = run(tmp_path, Partial(), tasks=[ONE], effort="full")
+    (record,) = result.records
+    assert record.config != default
+    assert record.result.speedup_over_torch is None
+    assert record.result.speedup_over_default is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"effort": "fast"}, "quick, full"),
+        ({"sampler": "oracle"}, "surrogate, tpe"),
+        ({"devices": ()}, "devices"),
+        ({"trials": 0}, "trials is 0"),
+        ({"budget_s": -1.0}, "budget_s is -1.0"),
+        ({"processes": -1}, "processes is -1"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        run(tmp_path, **options)
+
+
+def test_the_home_folder_has_its_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result, _ = run(tmp_path, tasks=[ONE], out="~/tuned.yaml")
+    assert result.path == tmp_path / "tuned.yaml"
+    assert load_records(tmp_path / "tuned.yaml").records == result.records
+
+
+def test_a_prediction_keeps_to_its_budget(tmp_path: Path) -> None:
+    result, events = run(tmp_path, NoDevice(), arch=architecture("sm90"), budget_s=1e-9)
+    assert len(result.records) == 1, "one is better than none"
+    assert not result.interrupted
+    said = [event.text for event in events if isinstance(event, Notice)]
+    assert any("1 of 2 shapes are left out" in text for text in said)
+
+
 def test_a_time_that_is_withdrawn_wins_nothing(tmp_path: Path) -> None:
     """The fastest config is well the first time, ruins what follows, and fails the second time."""
     (best,) = {record.config for record in run(tmp_path / "before", tasks=[ONE])[0].records}

@@ -22,6 +22,7 @@ from fagen.problem import Problem, Shape
 from fagen.worker import Worker, _torch_call
 
 ACT = "bad_evaluators:act"
+SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
 
 
 @pytest.fixture
@@ -188,5 +189,23 @@ def test_where_torch_has_too_little_memory_nothing_is_compared_with_it(
 
     torch = SimpleNamespace(bfloat16=None, float16=None, randn=full)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
-    assert _torch_call(Problem(dtype="bf16", head_dim=64), shape, 0) is None
+    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
+
+
+def test_a_torch_for_another_cuda_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcublas.so.12: cannot open')")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
+
+
+def test_a_torch_without_grouped_heads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(*arguments: Any, **options: Any) -> None:
+        raise TypeError("scaled_dot_product_attention() got an unexpected argument 'enable_gqa'")
+
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(bfloat16=None, float16=None, randn=old)
+    )
+    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
