@@ -118,7 +118,7 @@ def tile_count(config: AnyConfig, lengths: Lengths) -> int:
     if longest > MAX_SEQLEN:
         raise UnsupportedError(f"a sequence of {longest:,}: allowed are up to {MAX_SEQLEN:,}")
     tiles = lengths.batch * lengths.heads_q * -(-lengths.seqlen_q // config.tile_rows)
-    most = MAX_TILES // (config.tile_rows // config.block_m)  # a block for each part of a tile
+    most = MAX_TILES // config.blocks_per_tile
     if tiles > most:
         raise UnsupportedError(
             f"{tiles:,} tiles of {config.tile_rows} queries: one call takes up to {most:,}; "
@@ -190,17 +190,17 @@ class LoadedKernel:
 
     def plan(self, lengths: Lengths, strides: QKVO, device_index: int) -> Plan:
         """All that calls with these lengths and strides share. For one thread at a time."""
-        tiles = tile_count(self.config, lengths)
+        config = self.config
+        tiles = tile_count(config, lengths)
         if device_index not in self._ready_devices:  # twice by two threads does no harm
             driver.prepare_kernel(self._kernel, self._smem_bytes, device_index)
             self._ready_devices.add(device_index)
-        grid = tiles
+        grid = tiles * config.blocks_per_tile
+        if config.is_persistent:
+            resident = driver.query_device(device_index).sm_count * config.min_blocks_per_sm
+            grid = min(grid, resident // config.blocks_per_tile * config.blocks_per_tile)
         maps: tuple[TensorMap, ...] = ()
-        if isinstance(config := self.config, Sm90Forward):
-            grid *= config.cluster
-            if config.persistent:
-                resident = driver.query_device(device_index).sm_count * config.min_blocks_per_sm
-                grid = min(grid, resident // config.cluster * config.cluster)
+        if isinstance(config, Sm90Forward):
             maps = tensor_maps(self.problem, config, lengths, strides)
         params = PARAMS.pack(
             *(0,) * 5,
@@ -213,12 +213,12 @@ class LoadedKernel:
         return Plan(
             self._kernel,
             grid,
-            self.config.threads,
+            config.threads,
             self._smem_bytes,
             maps,
             params,
             device_index,
-            draws_tiles=isinstance(self.config, Sm90Forward) and self.config.dynamic_tiles,
+            draws_tiles=config.draws_tiles,
         )
 
 

@@ -202,17 +202,9 @@ def resident_blocks(
         arch.threads_per_sm // threads,
         arch.blocks_per_sm,
     )
-    if _persistent(config):
+    if config.is_persistent:
         fit = min(fit, config.min_blocks_per_sm)  # no more are launched
     return max(fit, 1)
-
-
-def _persistent(config: AnyConfig) -> bool:
-    return isinstance(config, Sm90Forward) and config.persistent
-
-
-def _draws_tiles(config: AnyConfig) -> bool:
-    return isinstance(config, Sm90Forward) and config.dynamic_tiles
 
 
 def start_cycles(config: AnyConfig, problem: Problem, residents: int) -> float:
@@ -402,7 +394,7 @@ def step_of(
         exp2=seen * exp2,
         issue=seen * (issue + rescale + groups * ISSUE_CYCLES),
         smem=smem_cycles(config, problem, seen),
-        l2=fill_bytes(config, problem) / config.tile_rows * config.block_m / L2_BYTES_PER_CLOCK,
+        l2=fill_bytes(config, problem) / config.blocks_per_tile / L2_BYTES_PER_CLOCK,
         path=latency + products,
         stages_ahead=stages_ahead,
         norm=norm,
@@ -454,7 +446,7 @@ def kernel_of(
     # The blocks of a cluster all walk as far as its last row sees.
     rows = WGMMA_ROWS if isinstance(config, Sm90Forward) else None
     head = steps_of_head(shape, problem.causal, config.tile_rows, config.block_n, rows)
-    cluster = config.tile_rows // config.block_m
+    cluster = config.blocks_per_tile
     heads = shape.batch * shape.heads_q * cluster
     tiles = head.tiles * heads
     if head.total * heads == 0:
@@ -462,7 +454,7 @@ def kernel_of(
     residents = resident_blocks(config, problem, device, resources)
     residents = min(residents, -(-tiles // device.sm_count))
     slots = device.sm_count * residents
-    persistent = _persistent(config)
+    persistent = config.is_persistent
     start = start_cycles(config, problem, residents)
     step = step_of(problem, config, device, head, resources)
     if persistent and cluster > 1 and residents > 1:
@@ -479,7 +471,7 @@ def kernel_of(
         left = -(-rest // device.sm_count)  # blocks per SM in the last wave
         whole_waves = waves * mean + (tile(mean_steps, left) if left else 0.0)
         total += (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
-    elif persistent and not _draws_tiles(config):
+    elif persistent and not config.draws_tiles:
         grouped = config.head_grouping
         total *= static_imbalance(problem, shape, config.tile_rows, slots // cluster, grouped)
     else:

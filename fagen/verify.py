@@ -254,7 +254,7 @@ def cases(config: AnyConfig) -> list[Case]:
         case(2, 300, 70, grouped),  # causal: rows without keys
         case(1, 700, 800, grouped),
     ]
-    if getattr(config, "persistent", False):  # more tiles than blocks run at once
+    if config.is_persistent:  # more tiles than blocks run at once
         chosen.append(case(20, 3, 130, (40, 10)))
     return chosen
 
