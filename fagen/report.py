@@ -26,7 +26,7 @@ from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.space import default_config
 from fagen.statistics import spearman
-from fagen.studies import KeptStudy, read_studies
+from fagen.studies import STUDY_NAME, KeptStudy, read_studies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 EXAMPLES = 3  # reasons that are shown for each kind of rejection
-# What `tune.study_name` writes, and the rest that `search.Study` adds.
-STUDY_NAME = re.compile(
-    r"(?P<card>.+ \(\d+ SMs\)) "
-    r"(?P<op>\w+)_(?P<dtype>[a-z]+\d+)_d(?P<head_dim>\d+)_(?P<mask>causal|full)(?P<narrow>_narrow)?"
-    r" q(?P<seqlen_q>\d+)_k(?P<seqlen_k>\d+)_bh(?P<batch_heads>\d+)_g(?P<group>\d+)"
-    r" (?P<template>\w+) v\d+ axes-\w+(?: #(?P<run>\d+))?"
-)
 
 
 # ---- one study ----
