@@ -22,9 +22,10 @@ from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import StoreError
 from fagen.events import Notice
+from fagen.files import replace_file
 from fagen.outcome import Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.store import digest, locked, replace_file
+from fagen.store import digest, locked
 from fagen.worker import Worker
 
 _log = logging.getLogger(__name__)

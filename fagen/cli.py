@@ -523,6 +523,7 @@ def emit(
     """
     from fagen import emit as room
     from fagen.dispatch import choose
+    from fagen.files import write_files
 
     device, _ = _device(arch)
     store = _store(ctx, config)
@@ -543,7 +544,7 @@ def emit(
     if out == "-":
         _print_kernel(files)
         return
-    for path in room.write(files, Path(out)):
+    for path in write_files(files, Path(out)):
         print(path)
 
 
