@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,9 +22,10 @@ from fagen.config import AnyConfig
 from fagen.device import Device
 from fagen.errors import StoreError
 from fagen.events import Notice
+from fagen.files import replace_file
 from fagen.outcome import Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.store import digest, locked, replace_file
+from fagen.store import digest, locked
 from fagen.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ class Guard:
         problem: Problem,
         config: AnyConfig,
         shape: Shape,
-        **options: Any,
+        *,
+        give_up_us: float | None = None,
     ) -> Outcome:
         """As `Worker.evaluate`, but what is on the list is not run, and what fails twice is put
         there.
@@ -179,11 +181,11 @@ class Guard:
         if blocked is not None:
             return blocked
         run = _Run(compiled, problem, config, shape)
-        outcome = self._worker.evaluate(*run, **options)
+        outcome = self._worker.evaluate(*run, give_up_us=give_up_us)
         if _is_lost(outcome):
             before, self._before = self._before, None
             if before is not None and before[0].config != config and self._convict(*before):
-                outcome = self._worker.evaluate(*run, **options)  # perhaps it was well
+                outcome = self._worker.evaluate(*run, give_up_us=give_up_us)  # perhaps it was well
         if _is_lost(outcome):
             self._retry(run)
         else:

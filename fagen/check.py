@@ -7,20 +7,20 @@ serialised wgmma. With one: also the verdict on every record's kernel.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from fagen.config import AnyConfig
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
+from fagen.legal import LegalSet
 from fagen.problem import DTYPES, Problem
-from fagen.space import axes, free_axes, legal_configs, why_illegal
+from fagen.space import legal_configs, why_illegal
 
 if TYPE_CHECKING:
     from fagen.compile import Compiled
@@ -114,29 +114,16 @@ class Report(BaseModel):
         return sound and not self.sample.refused and not self.unreadable
 
 
-def _legal_core(
-    template: str, problem: Problem, device: Device, rejections: Counter[str] | None = None
-) -> tuple[list[AnyConfig], dict[str, tuple[Any, ...]]]:
-    """The legal configs with each free axis at its first value, and the free axes."""
-    names = free_axes(template)
-    free = {name: v for name, v in axes(template, problem).items() if name in names}
-    first = {name: values[0] for name, values in free.items()}
-    core = legal_configs(template, problem, device, fixed=first, rejections=rejections)
-    return list(core), free
-
-
 def measure_space(template: str, problem: Problem, device: Device) -> SpaceReport:
     """Count what each rule removes from a template's space."""
-    rejections: Counter[str] = Counter()
-    core, free = _legal_core(template, problem, device, rejections)
-    copies = math.prod(len(values) for values in free.values())
+    legal = LegalSet(problem, device, template)
     return SpaceReport(
         template=template,
         head_dim=problem.head_dim,
         device=device.name,
-        points=math.prod(len(values) for values in axes(template, problem).values()),
-        rejections={rule: copies * count for rule, count in rejections.most_common()},
-        legal=copies * len(core),
+        points=legal.points,
+        rejections=dict(legal.removed.most_common()),
+        legal=len(legal),
     )
 
 
@@ -147,14 +134,13 @@ def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
     spaces = [(t, head_dim) for t in device.arch.templates for head_dim in HEAD_DIMS]
     for index, (template, head_dim) in enumerate(spaces):
         problem = Problem(dtype="bf16", head_dim=head_dim)
-        core, free = _legal_core(template, problem, device)
+        legal = LegalSet(problem, device, template)
         share = count * (index + 1) // len(spaces) - count * index // len(spaces)
-        for config in dice.sample(core, min(share, len(core))):
+        for row in dice.sample(range(len(legal)), min(share, len(legal))):
             question = problem.model_copy(
                 update={"dtype": dice.choice(DTYPES), "causal": dice.random() < 0.5}
             )
-            draw = {name: dice.choice(values) for name, values in free.items()}
-            jobs.add((question, config.model_copy(update=draw)))
+            jobs.add((question, legal.config(row)))
     return sorted(jobs, key=str)
 
 

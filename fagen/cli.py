@@ -525,6 +525,7 @@ def emit(
     """
     from fagen import emit as room
     from fagen.dispatch import choose
+    from fagen.files import write_files
 
     device, _ = _device(arch)
     store = _store(ctx, config)
@@ -545,7 +546,7 @@ def emit(
     if out == "-":
         _print_kernel(files)
         return
-    for path in room.write(files, Path(out)):
+    for path in write_files(files, Path(out)):
         print(path)
 
 

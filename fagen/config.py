@@ -115,9 +115,24 @@ class _Config(BaseModel):
         return self.register_cap(registers_per_sm)
 
     @property
+    def blocks_per_tile(self) -> int:
+        """Thread blocks that share a tile, the work that is dealt out as one."""
+        return 1
+
+    @property
     def tile_rows(self) -> int:
-        """Rows of Q of a tile, the work that is dealt out as one."""
-        return self.block_m
+        """Rows of Q of a tile."""
+        return self.blocks_per_tile * self.block_m
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the grid holds no more blocks than fit the GPU, each looping over tiles."""
+        return False
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Whether a block takes its next tile from a counter in device memory."""
+        return False
 
     @property
     @abstractmethod
@@ -193,8 +208,16 @@ class Sm90Forward(_Config):
     p_in_smem: bool = False
 
     @property
-    def tile_rows(self) -> int:
-        return self.cluster * self.block_m
+    def blocks_per_tile(self) -> int:
+        return self.cluster
+
+    @property
+    def is_persistent(self) -> bool:
+        return self.persistent
+
+    @property
+    def draws_tiles(self) -> bool:
+        return self.dynamic_tiles
 
     @property
     def consumer_warpgroups(self) -> int:

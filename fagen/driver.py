@@ -1,6 +1,6 @@
 """The CUDA driver: everything in fagen that touches libcuda.
 
-Cold calls go through `cuda.bindings.driver`. The four calls that a launch makes go through ctypes:
+Cold calls go through `cuda.bindings.driver`. Those that a launch makes go through ctypes:
 on an H200 machine a tensor map costs 1.85 us to encode that way against 3.5 us through the
 bindings, and the bindings build an enum and a tuple for each result. Importing this module needs
 no driver; the first call does.

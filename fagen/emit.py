@@ -1,8 +1,8 @@
 """A kernel as files to keep, for people who leave Python behind.
 
 `emit` answers with the files of one kernel, `emit_all` with those of an architecture's records,
-`write` puts them into a folder. In the format "cu" a kernel is four files that need nothing of
-fagen any more:
+`files.write_files` puts them into a folder. In the format "cu" a kernel is four files that need
+nothing of fagen any more:
 
     NAME.cu        the kernel, under a header comment with its config and where that came from
     NAME.h         the declaration of NAME_launch
@@ -12,11 +12,9 @@ fagen any more:
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, get_args
 
 from fagen import __version__
@@ -108,28 +106,6 @@ def emit_all(
     return files
 
 
-def write(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
-    """Writes `files` into `folder`, which is made if need be; the paths it wrote, in order.
-
-    Each file appears whole or not at all; one of the same name is replaced.
-
-    Raises:
-        ArgumentError: if the folder cannot be made or written.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ArgumentError(f"{folder} is no folder: give the folder to write the files into")
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            _replace(folder / name, data)
-            paths.append(folder / name)
-    except OSError as error:
-        raise ArgumentError(f"cannot write to {folder}: {error.strerror}") from error
-    return paths
-
-
 def default_name(problem: Problem, arch: Architecture) -> str:
     """What a kernel's files are called if nobody says otherwise."""
     return f"{problem.name}_{arch.name}"
@@ -148,8 +124,8 @@ def _sources(
         "alignment": problem.alignment,
         "tile_rows": "kTileRows" if isinstance(config, Sm90Forward) else "kBlockM",
         "tma": isinstance(config, Sm90Forward),
-        "persistent": getattr(config, "persistent", False),
-        "dynamic_tiles": getattr(config, "dynamic_tiles", False),
+        "persistent": config.is_persistent,
+        "dynamic_tiles": config.draws_tiles,
         "map_type": _MAP_TYPE[problem.dtype],
         "roundoff": _ROUNDOFF[problem.dtype],
         **NUMBER[problem.dtype],
@@ -214,13 +190,3 @@ def _names(arch: Architecture, records: list[Record]) -> list[str]:
     names = told_apart(names, [str(record.bucket) for record in records])
     devices = [re.sub(r"\W+", "_", record.device.key).strip("_").lower() for record in records]
     return told_apart(names, devices)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file through a draft beside it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

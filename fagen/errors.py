@@ -9,7 +9,7 @@
     ├── CompileError         NVRTC refused a kernel; .log holds what it said
     ├── CacheError           the cache folder cannot be trusted or written
     ├── StoreError           a tuned_configs YAML file or a study that cannot be read or written
-    │   └── WriteError       one that could, if the disk were not full or the database not gone
+    │   └── WriteError       any file or study that cannot be written: a full disk, a lost database
     ├── DeviceError          no usable GPU, or the driver reported a failure
     │   └── CudaError        a CUDA driver call failed; .code is its number
     └── MissingDependencyError  a package that this call needs is not installed

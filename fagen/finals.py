@@ -87,19 +87,19 @@ def fastest(times: Sequence[Times], names: Iterable[str]) -> str:
     return min(names, key=lambda name: (log_time(name), name))
 
 
-class Choice(NamedTuple):
+class Finish(NamedTuple):
     """The winner, and those that are no slower as far as one can tell, the winner among them."""
 
     winner: AnyConfig
     tied: tuple[AnyConfig, ...]
 
 
-def choose(
+def pick_winner(
     kernels: Mapping[AnyConfig, Compiled],
     problem: Problem,
     times: Sequence[Times],
     incumbents: Sequence[AnyConfig] = (),
-) -> Choice:
+) -> Finish:
     """The winner among configs that were timed side by side.
 
     Within a tie the first incumbent stays. Where there is none, that one wins which is better on
@@ -114,7 +114,7 @@ def choose(
     tied = tuple(c for c in kernels if paired_ratio(times, str(c), best).no_slower)
     stays = next((config for config in incumbents if config in tied), None)
     if stays is not None:
-        return Choice(stays, tied)
+        return Finish(stays, tied)
 
     leaders = [fastest([at], map(str, tied)) for at in times]  # of each shape
 
@@ -130,7 +130,7 @@ def choose(
             str(config),
         )
 
-    return Choice(min(tied, key=frailty), tied)
+    return Finish(min(tied, key=frailty), tied)
 
 
 def finalists(tried: Sequence[Tried], must: Iterable[AnyConfig]) -> list[AnyConfig]:
@@ -237,7 +237,7 @@ def crown(
     if not kernels:
         on_event(Notice(f"{about}: no record, since every finalist fell out."))
         return None
-    winner, tied = choose(kernels, problem, times, allowed)
+    winner, tied = pick_winner(kernels, problem, times, allowed)
     kernel, name = kernels[winner], str(winner)
     won, spread = median_and_spread(times[0][name])
 

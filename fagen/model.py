@@ -202,17 +202,9 @@ def resident_blocks(
         arch.threads_per_sm // threads,
         arch.blocks_per_sm,
     )
-    if _persistent(config):
+    if config.is_persistent:
         fit = min(fit, config.min_blocks_per_sm)  # no more are launched
     return max(fit, 1)
-
-
-def _persistent(config: AnyConfig) -> bool:
-    return isinstance(config, Sm90Forward) and config.persistent
-
-
-def _draws_tiles(config: AnyConfig) -> bool:
-    return isinstance(config, Sm90Forward) and config.dynamic_tiles
 
 
 def start_cycles(config: AnyConfig, problem: Problem, residents: int) -> float:
@@ -402,7 +394,7 @@ def step_of(
         exp2=seen * exp2,
         issue=seen * (issue + rescale + groups * ISSUE_CYCLES),
         smem=smem_cycles(config, problem, seen),
-        l2=fill_bytes(config, problem) / config.tile_rows * config.block_m / L2_BYTES_PER_CLOCK,
+        l2=fill_bytes(config, problem) / config.blocks_per_tile / L2_BYTES_PER_CLOCK,
         path=latency + products,
         stages_ahead=stages_ahead,
         norm=norm,
@@ -429,40 +421,22 @@ def tile_cycles(step: Step, steps: float, start: float, blocks: int) -> float:
     return start + steps * step.factor * math.pow(pipes + math.pow(path, p), 1 / p)
 
 
-class Kernel(NamedTuple):
-    """A kernel's cycles and what they are made of.
-
-    Attributes:
-        step: one step of one block.
-        steps: of all tiles together.
-        residents: blocks that share an SM.
-        even: all tiles, spread evenly over the SMs.
-        total: with the last wave or the imbalance of causal tiles.
-    """
-
-    step: Step
-    steps: int
-    residents: int
-    even: float
-    total: float
-
-
-def kernel_of(
+def kernel_cycles(
     problem: Problem, shape: Shape, config: AnyConfig, device: Device, resources: Resources | None
-) -> Kernel | None:
-    """The kernel's cycles; None if it has nothing to do."""
+) -> float:
+    """The kernel's cycles, with its last wave or uneven tiles; 0 if it has nothing to do."""
     # The blocks of a cluster all walk as far as its last row sees.
     rows = WGMMA_ROWS if isinstance(config, Sm90Forward) else None
     head = steps_of_head(shape, problem.causal, config.tile_rows, config.block_n, rows)
-    cluster = config.tile_rows // config.block_m
+    cluster = config.blocks_per_tile
     heads = shape.batch * shape.heads_q * cluster
     tiles = head.tiles * heads
     if head.total * heads == 0:
-        return None
+        return 0.0
     residents = resident_blocks(config, problem, device, resources)
     residents = min(residents, -(-tiles // device.sm_count))
     slots = device.sm_count * residents
-    persistent = _persistent(config)
+    persistent = config.is_persistent
     start = start_cycles(config, problem, residents)
     step = step_of(problem, config, device, head, resources)
     if persistent and cluster > 1 and residents > 1:
@@ -473,56 +447,19 @@ def kernel_of(
 
     mean_steps = head.total / head.tiles
     mean = tile(mean_steps, residents)
-    even = total = tiles * mean / slots
+    even = tiles * mean / slots
     if not problem.causal:
         waves, rest = divmod(tiles, slots)
         left = -(-rest // device.sm_count)  # blocks per SM in the last wave
         whole_waves = waves * mean + (tile(mean_steps, left) if left else 0.0)
-        total += (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
-    elif persistent and not _draws_tiles(config):
+        return even + (1.0 if persistent else TAIL_FULL) * max(0.0, whole_waves - even)
+    if persistent and not config.draws_tiles:
         grouped = config.head_grouping
-        total *= static_imbalance(problem, shape, config.tile_rows, slots // cluster, grouped)
-    else:
-        # A group of heads starts with its longest tiles: its short ones fill the end.
-        longest = tile(head.longest, residents)
-        sticking_out = 0.0 if config.head_grouping else longest - mean
-        total = max(longest, even + sticking_out)
-    return Kernel(step, head.total * heads, residents, even, total)
-
-
-def explain_prediction(
-    problem: Problem,
-    shape: Shape,
-    config: AnyConfig,
-    device: Device,
-    resources: Resources | None = None,
-) -> dict[str, float]:
-    """What the prediction is made of, in microseconds.
-
-    "tensor", "exp2", "issue", "shared memory", "l2" and "memory" are what each pipe would
-    take alone, "path" what waiting for one thing after the other would; "even" is all tiles with
-    their overlap, spread evenly over the SMs, "waves" what the last wave or uneven tiles cost,
-    "total" the kernel.
-    """
-    kernel = kernel_of(problem, shape, config, device, resources)
-    if kernel is None:
-        return {"launch": LAUNCH_US, "total": LAUNCH_US}
-    cycles_per_us = SUSTAINED_CLOCK * device.clock_mhz
-    per_step = kernel.steps / device.sm_count / cycles_per_us
-    step = kernel.step
-    return {
-        "tensor": step.tensor * per_step,
-        "exp2": step.exp2 * per_step,
-        "issue": step.issue * per_step,
-        "shared memory": step.smem * per_step,
-        "l2": step.l2 * per_step,
-        "path": step.path / kernel.residents * per_step,
-        "memory": memory_us(problem, shape, device),
-        "even": kernel.even / cycles_per_us,
-        "waves": (kernel.total - kernel.even) / cycles_per_us,
-        "launch": LAUNCH_US,
-        "total": predict(problem, shape, config, device, resources),
-    }
+        return even * static_imbalance(problem, shape, config.tile_rows, slots // cluster, grouped)
+    # A group of heads starts with its longest tiles: its short ones fill the end.
+    longest = tile(head.longest, residents)
+    sticking_out = 0.0 if config.head_grouping else longest - mean
+    return max(longest, even + sticking_out)
 
 
 def memory_us(problem: Problem, shape: Shape, device: Device) -> float:
@@ -542,10 +479,10 @@ def predict(
     Args:
         resources: what the compiler reported, if it was asked.
     """
-    kernel = kernel_of(problem, shape, config, device, resources)
-    if kernel is None:
+    cycles = kernel_cycles(problem, shape, config, device, resources)
+    if cycles == 0:
         return LAUNCH_US
     p = NORM_MEMORY[config.head_grouping]
-    computing = math.pow(kernel.total / (SUSTAINED_CLOCK * device.clock_mhz), p)
+    computing = math.pow(cycles / (SUSTAINED_CLOCK * device.clock_mhz), p)
     memory = math.pow(memory_us(problem, shape, device), p)
     return LAUNCH_US + math.pow(computing + memory, 1 / p)

@@ -22,11 +22,12 @@ from fagen import model
 from fagen.config import TEMPLATES
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.files import write_files
 from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.space import default_config
 from fagen.statistics import spearman
-from fagen.studies import KeptStudy, read_studies, without_password
+from fagen.studies import STUDY_NAME, KeptStudy, read_studies, without_password
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 EXAMPLES = 3  # reasons that are shown for each kind of rejection
-# What `tune.study_name` writes, and the rest that `search.Study` adds.
-STUDY_NAME = re.compile(
-    r"(?P<card>.+ \(\d+ SMs\)) "
-    r"(?P<op>\w+)_(?P<dtype>[a-z]+\d+)_d(?P<head_dim>\d+)_(?P<mask>causal|full)(?P<narrow>_narrow)?"
-    r" q(?P<seqlen_q>\d+)_k(?P<seqlen_k>\d+)_bh(?P<batch_heads>\d+)_g(?P<group>\d+)"
-    r" (?P<template>\w+) v\d+ axes-\w+(?: #(?P<run>\d+))?"
-)
 
 
 # ---- one study ----
@@ -351,8 +345,8 @@ def report(
         bench: results of `fagen bench`, for the peers in the roofline.
 
     Raises:
-        ArgumentError: where there is no such storage or study, or `out` cannot be written.
-        StoreError: for a storage that cannot be read.
+        ArgumentError: where there is no such storage or study, or `out` is no folder.
+        StoreError: for a storage that cannot be read; a WriteError where `out` cannot be written.
         MissingDependencyError: without matplotlib.
     """
     require_matplotlib()
@@ -376,7 +370,7 @@ def report(
         ignored=ignored,
     )
     folder = Path(out)
-    _write(folder, {PAGE: page.encode()} | {plot.file: plot.png for plot in every_plot})
+    write_files({PAGE: page} | {plot.file: plot.png for plot in every_plot}, folder)
     return Report(
         page=folder / PAGE,
         plots=tuple(folder / plot.file for plot in every_plot),
@@ -455,12 +449,3 @@ def _render(**values: Any) -> str:
     )
     template = environment.get_template("report.html.j2")
     return template.render(version=fagen.__version__, examples=EXAMPLES, **values)
-
-
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        raise ArgumentError(f"cannot write into {folder}: {error.strerror}") from None

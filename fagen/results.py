@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fagen.errors import ArgumentError
+from fagen.files import write_file
 from fagen.finals import CONFIDENCE, Ratio, fastest, paired_ratio
 from fagen.peers import PEERS
 from fagen.problem import HIDDEN, TOKENS, Dtype, Shape
@@ -144,9 +145,9 @@ def save_results(results: Results, path: Path) -> None:
     """Write a run as JSON.
 
     Raises:
-        ArgumentError: the file cannot be written.
+        ArgumentError, WriteError: as `files.write_file` does.
     """
-    _write(path, (results.model_dump_json(indent=1) + "\n").encode())
+    write_file(path, results.model_dump_json(indent=1) + "\n")
 
 
 def load_results(path: Path) -> Results:
@@ -167,7 +168,7 @@ def save_plot(results: Results, path: Path) -> None:
     """Draw TFLOP/s over the sequence length as a PNG file, a panel for each head dim and mask.
 
     Raises:
-        ArgumentError: the file cannot be written.
+        ArgumentError, WriteError: as `files.write_file` does.
         MissingDependencyError: without matplotlib.
     """
     from fagen.report import require_matplotlib
@@ -175,33 +176,24 @@ def save_plot(results: Results, path: Path) -> None:
     require_matplotlib()
     from fagen import plots
 
-    _write(path, plots.png(plots.speeds(results)))
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    write_file(path, plots.png(plots.speeds(results)))
 
 
 def write_table(results: Results, path: Path) -> None:
     """Put the table between the markers of a Markdown file.
 
     Raises:
-        ArgumentError: the file cannot be read or written, or has no markers.
+        ArgumentError: the file cannot be read, or has no markers.
+        WriteError: it cannot be written.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        parts = re.split(f"({re.escape(BEGIN)}.*?{re.escape(END)})", text, flags=re.DOTALL)
-        if len(parts) != 3:
-            raise ArgumentError(f"{path} wants one pair of markers: {BEGIN} and {END}")
-        path.write_text(
-            f"{parts[0]}{BEGIN}\n{markdown(results)}\n{END}{parts[2]}", encoding="utf-8"
-        )
     except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    parts = re.split(f"({re.escape(BEGIN)}.*?{re.escape(END)})", text, flags=re.DOTALL)
+    if len(parts) != 3:
+        raise ArgumentError(f"{path} wants one pair of markers: {BEGIN} and {END}")
+    write_file(path, f"{parts[0]}{BEGIN}\n{markdown(results)}\n{END}{parts[2]}")
 
 
 # ---- the table ----

@@ -1,4 +1,4 @@
-"""The search for the fastest config of a legal set: the only module that knows Optuna.
+"""The search for the fastest config of a legal set: beside `studies` the one module with Optuna.
 
 A `Study` asks for configs and is told their outcomes; `search` runs several studies (one for each
 class of shapes) side by side on the same candidates. What measures them is an argument, so a

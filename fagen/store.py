@@ -12,7 +12,6 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from fagen.config import TEMPLATES, Config, one_line
 from fagen.device import ARCHITECTURES, Device
 from fagen.errors import StoreError, WriteError
+from fagen.files import replace_file
 from fagen.packaged import packaged_folder
 from fagen.problem import Bucket, Problem, Shape
 
@@ -435,22 +435,6 @@ def locked(path: str | Path) -> Iterator[Path]:
         raise WriteError(
             f"cannot write {path}: {why}. The file is as it was; free the disk or name another one"
         ) from None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file at once or not at all; the caller holds its lock."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, draft)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 _HEADER = """\

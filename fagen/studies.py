@@ -223,8 +223,17 @@ def _studies_folder() -> Path:
     return user_state_path("fagen", appauthor=False) / "studies"
 
 
+# What `study_name` writes, and the rest that `search.Study` adds.
+STUDY_NAME = re.compile(
+    r"(?P<card>.+ \(\d+ SMs\)) "
+    r"(?P<op>\w+)_(?P<dtype>[a-z]+\d+)_d(?P<head_dim>\d+)_(?P<mask>causal|full)(?P<narrow>_narrow)?"
+    r" q(?P<seqlen_q>\d+)_k(?P<seqlen_k>\d+)_bh(?P<batch_heads>\d+)_g(?P<group>\d+)"
+    r" (?P<template>\w+) v\d+ axes-\w+(?: #(?P<run>\d+))?"
+)
+
+
 def study_name(device: Device, problem: Problem, shape: Shape, template: str) -> str:
-    """The name of a kept study, without what `search.Study` adds; report.py takes it apart."""
+    """The name of a kept study, without what `search.Study` adds; `STUDY_NAME` takes it apart."""
     version = TEMPLATES[template].axes_version
     return f"{device.key} {problem} {shape.bucket()} {template} v{version}"
 
@@ -510,7 +519,7 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
 
     Args:
         where: as for `open_storage`, but it has to exist.
-        wanted: names; one that no study has stands for all that contain it. None: every study.
+        wanted: names; one that no study has stands for all that contain it. None are all.
 
     Raises:
         ArgumentError: where there is no storage, or no such study.

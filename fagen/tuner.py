@@ -21,7 +21,7 @@ from fagen.blocklist import Blocklist, Guard, blocklist_path
 from fagen.candidates import compiled_ahead, incumbents, known_configs, model_picks
 from fagen.cards import Cards
 from fagen.compile import Compiled, compile_kernel
-from fagen.config import AnyConfig, Sm90Forward
+from fagen.config import AnyConfig
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
 from fagen.events import (
@@ -579,12 +579,11 @@ def _reject_unmeasured(
 
 def _twin_key(cubin: str, config: AnyConfig, problem: Problem) -> tuple[Any, ...]:
     """What makes two candidates one: the code, and all that the launch takes from the config."""
-    persistent = isinstance(config, Sm90Forward) and config.persistent
     return (
         cubin,
         config.block_m,
         config.block_n,
         config.threads,
         config.smem_bytes(problem),
-        config.min_blocks_per_sm if persistent else 0,
+        config.min_blocks_per_sm if config.is_persistent else 0,
     )

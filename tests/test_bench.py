@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import no_file_beyond
 
 from fagen import bench as room
 from fagen import driver, peers
 from fagen.bench import bench, grid_points
 from fagen.device import KNOWN_DEVICES
-from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.errors import ArgumentError, MissingDependencyError, WriteError
 from fagen.peers import PEERS, Inputs, Peer
 from fagen.problem import Problem, Shape, standard_shape
 from fagen.results import (
@@ -404,6 +405,15 @@ def test_the_table_goes_between_the_markers_and_nowhere_else(tmp_path: Path) -> 
     path.write_text("no markers")
     with pytest.raises(ArgumentError, match="markers"):
         write_table(hand_made(), path)
+
+
+def test_a_table_that_does_not_fit_the_disk_leaves_the_text_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    before = path.read_bytes()
+    with no_file_beyond(len(before)), pytest.raises(WriteError, match="File too large"):
+        write_table(hand_made(), path)
+    assert path.read_bytes() == before
 
 
 def test_the_plot_has_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> None:

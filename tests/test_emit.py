@@ -13,8 +13,9 @@ from fagen import __version__
 from fagen.compile import compile_kernel
 from fagen.config import AnyConfig
 from fagen.device import architecture, typical_device
-from fagen.emit import emit, emit_all, write
+from fagen.emit import emit, emit_all
 from fagen.errors import ArgumentError, ConfigError
+from fagen.files import write_files
 from fagen.problem import Problem
 from fagen.render import kernel_name, render
 from fagen.space import default_config
@@ -165,23 +166,6 @@ def test_architecture_without_records_is_an_error_that_says_what_to_do() -> None
         emit_all(architecture("sm120"), [record()])
 
 
-# ---- writing ----
-
-
-def test_write_makes_the_folder_replaces_files_and_leaves_no_drafts(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    write({"x.cu": "old", "y.cubin": b"\x7fELF"}, folder)
-    assert write({"x.cu": "new"}, folder) == [folder / "x.cu"]
-    assert (folder / "x.cu").read_text() == "new"
-    assert sorted(path.name for path in folder.iterdir()) == ["x.cu", "y.cubin"]
-
-
-def test_write_to_a_file_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="is no folder"):
-        write({"x.cu": ""}, tmp_path / "file")
-
-
 # ---- NVRTC's formats ----
 
 
@@ -229,7 +213,7 @@ def test_each_file_compiles_alone_and_all_of_them_link(
 ) -> None:
     device = typical_device(architecture(arch))
     config = default_config(problem, device).model_copy(update=axes)
-    write(emit(problem, config, device.arch, name="x"), tmp_path)
+    write_files(emit(problem, config, device.arch, name="x"), tmp_path)
     for file in ("x.cu", "x_host.cu", "x_main.cu"):
         nvcc(tmp_path, device.arch.target, "-c", file)
     nvcc(tmp_path, device.arch.target, "x.o", "x_host.o", "x_main.o", "-o", "all")
@@ -239,7 +223,7 @@ def test_each_file_compiles_alone_and_all_of_them_link(
 @pytest.mark.slow
 def test_kernels_of_two_buckets_link_into_one_program(tmp_path: Path) -> None:
     sm80 = default_config(PROBLEM, H200, "forward_sm80")
-    written = write(
+    written = write_files(
         emit_all(SM90, [record(config=sm80), record(seqlen=512, config=sm80)]), tmp_path
     )
     hosts = [path.name for path in written if path.name.endswith("_host.cu")]
@@ -249,7 +233,7 @@ def test_kernels_of_two_buckets_link_into_one_program(tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.slow
 def test_declaration_is_plain_c(tmp_path: Path) -> None:
-    write(emit(PROBLEM, CONFIG, SM90, name="x"), tmp_path)
+    write_files(emit(PROBLEM, CONFIG, SM90, name="x"), tmp_path)
     (tmp_path / "user.c").write_text(
         '#include "x.h"\nvoid *user(void) { return (void *)x_launch; }\n'
     )
@@ -265,7 +249,7 @@ def test_one_line_builds_a_check_that_passes(
 ) -> None:
     device = typical_device(architecture(arch))
     config = default_config(problem, device).model_copy(update=axes)
-    write(emit(problem, config, device.arch, name="x"), tmp_path)
+    write_files(emit(problem, config, device.arch, name="x"), tmp_path)
     nvcc(tmp_path, device.arch.target, "x_main.cu", "-o", "check")
     done = subprocess.run(["./check"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

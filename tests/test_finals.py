@@ -13,7 +13,7 @@ from fagen.blocklist import Blocklist, Guard
 from fagen.compile import Compiled, Resources
 from fagen.config import AnyConfig, Sm90Forward
 from fagen.errors import DeviceError
-from fagen.finals import FINALISTS, choose, finalists, paired_ratio, side_by_side
+from fagen.finals import FINALISTS, finalists, paired_ratio, pick_winner, side_by_side
 from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Problem, Shape
 from fagen.worker import Candidate, Worker
@@ -72,21 +72,21 @@ def test_what_cannot_be_told_apart_is_a_tie(slower: float, noise: float, tie: bo
 
 
 def test_the_fastest_wins() -> None:
-    choice = choose(kernels(A, B, C), PROBLEM, [rounds(0, (A, 110.0), (B, 100.0), (C, 103.0))])
-    assert choice == (B, (B,))
+    finish = pick_winner(kernels(A, B, C), PROBLEM, [rounds(0, (A, 110.0), (B, 100.0), (C, 103.0))])
+    assert finish == (B, (B,))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tie_goes_to_the_sturdiest_whatever_the_noise(seed: int) -> None:
     times = [rounds(seed, (A, 100.3), (B, 100.0), (C, 100.4))]
-    assert choose(kernels(C, B, A), PROBLEM, times) == (A, (C, B, A)), "least shared memory"
+    assert pick_winner(kernels(C, B, A), PROBLEM, times) == (A, (C, B, A)), "least shared memory"
     equal = config(64).model_copy(update={"lazy_rescale": True})
     times = [rounds(seed, (A, 100.3), (equal, 100.0))]
-    assert choose(kernels(A, equal, code=[90, 100]), PROBLEM, times).winner == A, "least code"
-    assert choose(kernels(A, equal, code=[100, 90]), PROBLEM, times).winner == equal
+    assert pick_winner(kernels(A, equal, code=[90, 100]), PROBLEM, times).winner == A, "least code"
+    assert pick_winner(kernels(A, equal, code=[100, 90]), PROBLEM, times).winner == equal
     first = min(A, equal, key=str)
-    assert choose(kernels(A, equal), PROBLEM, times).winner == first
-    assert choose(kernels(equal, A), PROBLEM, times).winner == first
+    assert pick_winner(kernels(A, equal), PROBLEM, times).winner == first
+    assert pick_winner(kernels(equal, A), PROBLEM, times).winner == first
 
 
 def test_a_tie_over_several_shapes_goes_to_the_better_worst_one() -> None:
@@ -94,18 +94,18 @@ def test_a_tie_over_several_shapes_goes_to_the_better_worst_one() -> None:
         rounds(0, (A, 95.0), (B, 105.0), (C, 100.0), noise=0.001),
         rounds(1, (A, 105.0), (B, 95.0), (C, 100.0), noise=0.001),
     ]
-    assert choose(kernels(A, B, C), PROBLEM, times) == (C, (A, B, C))
+    assert pick_winner(kernels(A, B, C), PROBLEM, times) == (C, (A, B, C))
 
 
 def test_what_is_on_record_stays_unless_it_is_slower() -> None:
     tied = [rounds(0, (A, 100.0), (C, 100.5))]
-    assert choose(kernels(A, C), PROBLEM, tied, [C]).winner == C
-    assert choose(kernels(A, C), PROBLEM, tied, [C, A]).winner == C
-    assert choose(kernels(A, C), PROBLEM, tied, [B]).winner == A, "it could not be timed"
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [C]).winner == C
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [C, A]).winner == C
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [B]).winner == A, "it could not be timed"
     slower = [rounds(0, (A, 100.0), (C, 103.0))]
-    assert choose(kernels(A, C), PROBLEM, slower, [C]).winner == A
+    assert pick_winner(kernels(A, C), PROBLEM, slower, [C]).winner == A
     faster = [rounds(0, (A, 103.0), (C, 100.0))]
-    assert choose(kernels(A, C), PROBLEM, faster, [C]).winner == C
+    assert pick_winner(kernels(A, C), PROBLEM, faster, [C]).winner == C
 
 
 def test_who_is_in_the_finals() -> None:

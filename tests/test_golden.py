@@ -11,7 +11,8 @@ import pytest
 
 from fagen import __version__
 from fagen.device import architecture, typical_device
-from fagen.emit import emit, write
+from fagen.emit import emit
+from fagen.files import write_files
 from fagen.problem import Problem
 from fagen.space import default_config
 
@@ -63,5 +64,5 @@ def test_no_golden_is_left_over() -> None:
 if __name__ == "__main__":
     for old in FOLDER.iterdir():
         old.unlink()
-    for path in write(GOLDENS, FOLDER):
+    for path in write_files(GOLDENS, FOLDER):
         print(path)

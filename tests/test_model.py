@@ -27,7 +27,7 @@ from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.model import (
     STATIC_TILE_KEYS,
     Steps,
-    explain_prediction,
+    memory_us,
     predict,
     resident_blocks,
     static_imbalance,
@@ -390,14 +390,11 @@ def test_spills_and_serialised_wgmma_cost_time() -> None:
     assert times[2] > 1.2 * times[0]
 
 
-def test_a_prediction_is_explained() -> None:
+def test_no_prediction_is_faster_than_the_card() -> None:
     problem, shape = Problem(dtype="bf16", head_dim=128, causal=True), shape_of(4096, 128)
-    terms = explain_prediction(problem, shape, hopper(128, 128, 128), H200)
-    assert all(value >= 0 for value in terms.values())
-    assert terms["total"] == predict(problem, shape, hopper(128, 128, 128), H200)
-    assert max(terms["tensor"], terms["exp2"], terms["memory"]) < terms["total"]
-    least = shape.flops(problem) / (H200.sm_count * H200.arch.mma_flops * H200.clock_mhz)
-    assert terms["total"] > least
+    time = predict(problem, shape, hopper(128, 128, 128), H200)
+    assert time > shape.flops(problem) / (H200.sm_count * H200.arch.mma_flops * H200.clock_mhz)
+    assert time > memory_us(problem, shape, H200)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120"])

@@ -255,7 +255,7 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
         (("--storage", "NOTES"), "no journal of trials"),
         (("--storage", "JOURNAL", "--study", "d64"), "no study 'd64'"),
         (("--storage", "JOURNAL", "--bench", "no.json"), "no.json"),
-        (("--storage", "JOURNAL", "-o", __file__), "cannot write into"),
+        (("--storage", "JOURNAL", "-o", __file__), "is no folder"),
         ((), "holds no studies"),
     ],
 )

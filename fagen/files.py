@@ -1,0 +1,55 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from fagen.errors import ArgumentError, WriteError
+
+
+def write_files(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
+    """Writes `files` into `folder`, which is made if need be; the paths it wrote, in order.
+
+    Raises:
+        ArgumentError: if `folder` is no folder, or as `write_file` does.
+        WriteError: as `write_file` does.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"{folder} is no folder: give the folder to write the files into")
+    for name, content in files.items():
+        write_file(folder / name, content)
+    return [folder / name for name in files]
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes a file, and makes its folder if need be; one of the same name is replaced.
+
+    Raises:
+        ArgumentError: if something else than a file is there.
+        WriteError: if the disk is full, or the place cannot be written; what was there is whole.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ArgumentError(f"cannot write {path}: it is no file; name another one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path.resolve(), content)  # a link stays a link
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Puts a file in the place of another through a draft beside it; an OSError is the caller's."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
