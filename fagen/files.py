@@ -28,12 +28,15 @@ def write_file(path: Path, content: str | bytes) -> None:
     """Writes a file, and makes its folder if need be; one of the same name is replaced.
 
     Raises:
-        ArgumentError: if something else than a file is there.
+        ArgumentError: if it is a folder.
         WriteError: if the disk is full, or the place cannot be written; what was there is whole.
     """
+    if path.is_dir():
+        raise ArgumentError(f"cannot write {path}: it is a folder; name a file")
     try:
-        if path.exists() and not path.is_file():
-            raise ArgumentError(f"cannot write {path}: it is no file; name another one")
+        if path.exists() and not path.is_file():  # a pipe, or a device such as /dev/stdout
+            path.write_bytes(_bytes(content))
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.resolve(), content)  # a link stays a link
     except OSError as error:
@@ -45,7 +48,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         with draft.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(_bytes(content))
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -53,3 +56,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content

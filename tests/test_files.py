@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,20 @@ def test_the_folder_is_made_files_are_replaced_and_no_drafts_stay(tmp_path: Path
     assert sorted(path.name for path in folder.iterdir()) == ["x.cu", "y.cubin"]
 
 
-def test_what_is_no_folder_or_no_file_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_a_folder_and_a_file_in_each_others_place_are_the_callers_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="is no folder"):
         write_files({"x.cu": ""}, tmp_path / "file")
-    for taken in (tmp_path, Path("/dev/null")):
-        with pytest.raises(ArgumentError, match="is no file"):
-            write_file(taken, "")
+    with pytest.raises(ArgumentError, match="is a folder"):
+        write_file(tmp_path, "")
+
+
+def test_a_pipe_is_written_to() -> None:
+    ours, theirs = os.pipe()
+    write_file(Path(f"/dev/fd/{theirs}"), "text")
+    assert os.read(ours, 9) == b"text"
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_a_link_stays_a_link_and_the_mode_what_it_was(tmp_path: Path) -> None:
