@@ -119,6 +119,10 @@ def tune(
         for name, value in named.items()
         if value is not None
     }
+    for name, values in chosen.items():
+        kind = str if name == "dtypes" else int
+        if not values or not all(isinstance(value, kind) for value in values):
+            raise ArgumentError(f"{name} {values!r}: give one {kind.__name__}, or several")
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
     chosen |= {name: size for name, size in sizes.items() if size is not None}
     if tasks is None:
@@ -126,8 +130,8 @@ def tune(
             tasks = standard_tasks(**chosen)
     elif chosen:
         raise ArgumentError("give tasks, or what names them (dtype, head_dim, ...), not both")
-    if isinstance(arch, str):
-        arch = architecture(arch)
+    if arch is not None and not isinstance(arch, Architecture):
+        arch = architecture(str(arch))
     return tuner.tune(tasks, arch=arch, **options)
 
 
@@ -184,7 +188,8 @@ class Explanation:
         reason: one sentence.
         kernel_name: the symbol in the cubin.
         resources: what the compiler says that the kernel takes.
-        stale: whether the config was tuned on an older text than it gives today.
+        stale: whether the config gives another text than the one that was tuned (the template has
+            changed, or the config was edited).
         text: all of it in a few lines; what `print` shows.
     """
 

@@ -158,7 +158,10 @@ def to_cupy(array: Any, name: str) -> Any:
     """
     if hasattr(array, "__dlpack_device__"):
         if array.__dlpack_device__()[0] not in DLPACK_CUDA:
-            raise ArgumentError(f"{name} is in host memory: allowed are arrays on a CUDA device")
+            raise ArgumentError(
+                f"{name} is in host memory: allowed are arrays on a CUDA device, such as those of "
+                "cupy.asarray"
+            )
         return _taken_by("from_dlpack", array, name)
     if hasattr(array, "__cuda_array_interface__"):
         return _taken_by("asarray", array, name)

@@ -115,7 +115,7 @@ def _seconds(text: str) -> float:
     """The seconds of "90", "90s", "5m" or "1.5h"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ArgumentError(f"--budget {text!r}: want a time such as 90s, 5m or 1h")
+        raise ArgumentError(f"--budget {text!r}: want a time above 0, such as 90s, 5m or 1h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
@@ -402,10 +402,13 @@ def tune(
     if recorded is None:
         tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
     else:
-        _refuse_problem_flags(ctx)
+        if given := _given(ctx, PROBLEM_FLAGS):
+            raise ArgumentError(f"--from FILE says which problems to tune: leave out {given}")
         tasks = tasks_from(recorded)
     fixed = _subspace(axes or (), template, tasks[0], card)
     measured = compile_only or bool(numbers)
+    if not measured and (given := _given(ctx, ("trials", "sampler", "storage", "resume"))):
+        print(f"Nothing will be measured, so {given} mean nothing here.", file=sys.stderr)
     expected = room.estimate_seconds(tasks, trials, effort=effort, measured=measured)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
@@ -459,19 +462,18 @@ def _card_to_compile_for(ctx: typer.Context) -> Device:
     return typical_device(architecture(given["arch"]))
 
 
-def _refuse_problem_flags(ctx: typer.Context) -> None:
-    """The problems come from a file: what else would name them is a mistake."""
-    names = ("dtype", "head_dim", "causal", "seqlen", "batch", "heads", "kv_heads")
+SHAPE_FLAGS = ("seqlen", "batch", "heads", "kv_heads")
+PROBLEM_FLAGS = ("dtype", "head_dim", "causal", *SHAPE_FLAGS)
+
+
+def _given(ctx: typer.Context, names: Sequence[str]) -> str:
+    """Those of these flags that the user gave, as words: "--dtype, --seqlen"."""
     sources = {name: ctx.get_parameter_source(name) for name in names}
-    given = [
+    return ", ".join(
         "--" + name.replace("_", "-")
         for name, source in sources.items()
         if source is not None and source.name != "DEFAULT"
-    ]
-    if given:
-        raise ArgumentError(
-            f"--from FILE says which problems to tune: leave out {', '.join(given)}"
-        )
+    )
 
 
 def _tasks(
@@ -530,8 +532,9 @@ def emit(
     device, _ = _device(arch)
     store = _store(ctx, config)
     if dtype is None and head_dim is None and causal is None:
-        if axes:
-            raise ArgumentError("--set wants one problem: give --dtype and --head-dim too")
+        if axes or _given(ctx, SHAPE_FLAGS):
+            given = "--set" if axes else _given(ctx, SHAPE_FLAGS)
+            raise ArgumentError(f"{given} wants one problem: give --dtype and --head-dim too")
         files = room.emit_all(device.arch, store.records(device.arch.name), format=format)
     else:
         if dtype is None or head_dim is None:
@@ -587,7 +590,7 @@ def list_records(
 ) -> None:
     """List the tuned configs that dispatch may use, your own before the shipped ones."""
     from fagen.device import architecture
-    from fagen.dispatch import is_stale
+    from fagen.dispatch import STALE, is_stale
 
     store = _store(ctx, config)
     name = None if arch is None else architecture(arch).name
@@ -607,7 +610,7 @@ def list_records(
         print("no tuned configs yet: `fagen tune` finds some")
     _print_records(
         [record for record, _ in entries],
-        notes=["tuned on an older text" if is_stale(record) else "" for record, _ in entries],
+        notes=[STALE if is_stale(record) else "" for record, _ in entries],
     )
 
 
@@ -652,6 +655,9 @@ def explain(
         return
     print(f"shape    {shape}, bucket {shape.bucket()}")
     print(choice.describe())
+
+
+MEASURING_FLAGS = ("grid", "against", "dtype", "seqlen", "head_dim", "device", "sm80_config")
 
 
 @app.command(epilog=_example("bench"))
@@ -706,7 +712,11 @@ def bench(
         from fagen.report import require_matplotlib
 
         require_matplotlib()
+    if plot and plot.suffix != ".png":
+        raise ArgumentError(f"--plot {plot}: it draws PNG files, so name one that ends in .png")
     if results:
+        if given := _given(ctx, MEASURING_FLAGS):
+            raise ArgumentError(f"--from FILE measures nothing: leave out {given}")
         found = shown.load_results(results)
     else:
         found = measure(

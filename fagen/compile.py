@@ -397,15 +397,14 @@ def cache_folder() -> Path:
         status = folder.stat()
     except OSError:
         return folder
-    fix = "; or set FAGEN_CACHE to a folder of your own"
+    fix = "set FAGEN_CACHE to a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
-        raise CacheError(f"the cache {folder} is not a folder: move it away{fix}")
+        raise CacheError(f"the cache {folder} is not a folder: {fix}")
     if status.st_uid != os.geteuid():
-        raise CacheError(f"the cache {folder} belongs to another user (uid {status.st_uid}){fix}")
+        raise CacheError(f"the cache {folder} belongs to another user (uid {status.st_uid}): {fix}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheError(
-            f"other users can write the cache {folder}, whose kernels would run as you: "
-            f"delete it, then `mkdir -m 700 {folder}`{fix}"
+            f"other users can write the cache {folder}, whose kernels would run as you: {fix}"
         )
     return folder
 

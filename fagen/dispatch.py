@@ -29,6 +29,8 @@ from fagen.render import render
 from fagen.space import default_config, require_legal, why_illegal
 from fagen.store import Entry, Record, Store, digest
 
+STALE = "not the text that was tuned: its config was edited, or the template is another"
+
 _log = logging.getLogger(__name__)
 
 
@@ -100,7 +102,7 @@ class Choice:
             lines["record"] = f"{made.date}, fagen {made.fagen}, NVRTC {made.nvrtc}"
             lines["file"] = str(self.path)
         if self.stale:
-            lines["note"] = "tuned on an older text: `fagen tune` measures it anew"
+            lines["note"] = f"{STALE}: `fagen tune` measures it anew"
         return "\n".join(f"{name:8} {text}" for name, text in lines.items())
 
 

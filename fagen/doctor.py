@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from tempfile import TemporaryFile
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -109,15 +110,16 @@ def _devices() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     from fagen.compile import cache_folder
 
+    fix = "export FAGEN_CACHE=/a/folder/that/only/you/can/write"
     try:
         folder = cache_folder()
+        with TemporaryFile(dir=folder):
+            pass
     except FagenError as error:
-        yield Finding(
-            what="cache",
-            status="fail",
-            found=_first_line(error),
-            fix="export FAGEN_CACHE=/a/folder/that/only/you/can/write",
-        )
+        yield Finding(what="cache", status="fail", found=_first_line(error), fix=fix)
+    except OSError as error:
+        found = f"{folder}: {error.strerror}: kernels are compiled anew in each process"
+        yield Finding(what="cache", status="warn", found=found, fix=fix)
     else:
         yield Finding(what="cache", status="ok", found=f"{folder}, private to you")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fagen import model
-from fagen.candidates import compiled_ahead, ranked_by_model
+from fagen.candidates import compiled_ahead, incumbents, ranked_by_model
 from fagen.compile import Compiled
 from fagen.config import AnyConfig
 from fagen.device import Device
@@ -17,7 +17,7 @@ from fagen.errors import CompileError
 from fagen.events import Notice, OnEvent, RecordSaved, TaskStarted
 from fagen.legal import LegalSet
 from fagen.problem import Shape
-from fagen.space import default_config
+from fagen.space import default_config, why_illegal
 from fagen.store import Card, Provenance, Record, Result, save_records
 from fagen.tasks import Task
 
@@ -81,7 +81,12 @@ class Prediction:
         problem, device = legal.problem, legal.device
         default = default_config(problem, device, legal.template)
         ranked = ranked_by_model(legal, shape, self.seed)
-        finalists = dict.fromkeys([default, *(c for _, c in ranked[:FINALISTS])])
+        on_record = [
+            config
+            for config in incumbents(problem, shape, device, self.out)
+            if why_illegal(config, problem, device) is None
+        ]
+        finalists = dict.fromkeys([default, *on_record, *(c for _, c in ranked[:FINALISTS])])
         jobs = ((problem, config, device.arch) for config in finalists)
         times: dict[AnyConfig, float] = {}
         kernels: dict[AnyConfig, Compiled] = {}

@@ -350,6 +350,8 @@ def report(
         MissingDependencyError: without matplotlib.
     """
     require_matplotlib()
+    if Path(out).exists() and not Path(out).is_dir():  # it should show before the plots are drawn
+        raise ArgumentError(f"{out} is no folder: give the folder to write the page into")
     kept = read_studies(storage, studies)
     shown = without_password(storage)
     found = {study.name: summarise(study) for study in kept}

@@ -421,19 +421,27 @@ def _to_change(path: str | Path) -> Iterator[RecordFile]:
 @contextmanager
 def locked(path: str | Path) -> Iterator[Path]:
     """The place of a file, under its lock; an OSError becomes a StoreError."""
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
-    path = Path(path).expanduser().resolve()  # a link stays a link
+    path = Path(path).expanduser()
     try:
+        path = path.resolve()  # a link stays a link
         if path.exists() and not path.is_file():
             raise StoreError(f"cannot write {path}: it is no file; name another one")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
+        lock = path.with_name(f".{path.name}.lock")
+        lock.touch()  # the lock would wait for a place that cannot be written
+        with FileLock(lock, timeout=LOCK_SECONDS):
             yield path
-    except OSError as error:
-        why = (error.strerror or str(error)).rstrip(".")
+    except Timeout:
         raise WriteError(
-            f"cannot write {path}: {why}. The file is as it was; free the disk or name another one"
+            f"cannot write {path}: another process has held it for {LOCK_SECONDS:.0f} s ({lock}). "
+            "The file is as it was; try again when that has ended, or name another one"
+        ) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        why = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise WriteError(
+            f"cannot write {path}: {why}. The file is as it was; name one that can be written"
         ) from None
 
 

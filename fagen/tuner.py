@@ -244,20 +244,22 @@ def check_options(
     processes: int | None = None,
 ) -> None:
     """Refuses values of `tune` that are not allowed, with an ArgumentError."""
-    if not devices:
-        raise ArgumentError("devices names none: give the numbers of one or more, as (0,)")
+    if not devices or not all(isinstance(index, int) and index >= 0 for index in devices):
+        raise ArgumentError(f"devices {devices!r}: give the numbers of one or more, as (0,)")
     if effort not in TRIALS:
         raise ArgumentError(f"effort {effort!r}: allowed are {', '.join(TRIALS)}")
     if sampler not in SAMPLERS:
         raise ArgumentError(f"sampler {sampler!r}: allowed are {', '.join(SAMPLERS)}")
     numbers = {"trials": trials, "budget_s": budget_s, "processes": processes}
     for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise ArgumentError(f"{name} is {value}: give a number above 0, or leave it out")
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ArgumentError(f"{name} is {value!r}: give a number above 0, or leave it out")
 
 
 def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
     """Refuses what no trial could answer."""
+    if not tasks:
+        raise ArgumentError("there is nothing to tune: name at least one problem")
     allowed = device.arch.templates
     if template is not None and template not in allowed:
         raise ArgumentError(
@@ -292,7 +294,7 @@ def _report(cards: Cards, arch: Architecture | None, on_event: OnEvent) -> Devic
     except (DeviceError, UnsupportedError) as error:
         if arch is None:
             raise DeviceError(
-                f"{error}. To predict configs without a device, name one: --arch sm90"
+                f"{error}. To predict configs without a device, name an architecture, as sm90"
             ) from None
         why = str(error)
     else:

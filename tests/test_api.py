@@ -105,6 +105,10 @@ def test_tune_takes_what_the_command_line_does(tuned: list[dict[str, Any]]) -> N
         ({"seqlen": -1}, "seqlen"),
         ({"tasks": [], "dtype": "bf16"}, "not both"),
         ({"arch": "volta"}, "sm90"),
+        ({"arch": 7.5}, "sm90"),
+        ({"head_dim": "64"}, "head_dim"),
+        ({"head_dim": []}, "head_dim"),
+        ({"seqlen": [512, "a"]}, "seqlen"),
     ],
 )
 def test_tune_refuses_what_is_not_allowed(

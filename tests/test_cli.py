@@ -100,6 +100,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*EMIT, "--format", "elf"), "cu, ptx, cubin"),
         (("emit", "--arch", "sm90", "--dtype", "bf16", "-o", "-"), "--head-dim"),
         (("emit", "--arch", "sm90"), "--out"),
+        (("emit", "--arch", "sm90", "--batch", "4", "--kv-heads", "7", "-o", "-"), "--batch, --kv"),
         ((*TUNE, "--budget", "5x"), "90s, 5m or 1h"),
         ((*TUNE, "--budget", "0m"), "90s, 5m or 1h"),
         ((*TUNE, "--sampler", "oracle"), "surrogate, tpe, random"),
@@ -124,6 +125,8 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*FROM, __file__), "test_cli.py"),
         ((*FROM, "/dev/zero"), "no file of recorded calls"),
         (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2, flex"),
+        (("bench", "--from", "x.json", "--grid", "B", "--seqlen", "9"), "out --grid, --seqlen"),
+        (("bench", "--plot", "x.jpg"), "ends in .png"),
         (("bench", "--grid", "D"), "allowed are A, B, C"),
         (("bench", "--grid", "B", "--head-dim", "64"), "grid B has none"),
         (("bench", "--seqlen", ""), "512,2048,8192"),
@@ -309,6 +312,15 @@ def test_doctor_finds_no_gpu_but_can_compile(fagen: Fagen) -> None:
     assert findings["NVRTC"]["status"] == "ok"
     text = fagen("doctor").out
     assert all(what in text for what in findings)
+
+
+def test_doctor_says_that_nothing_can_be_kept(
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAGEN_CACHE", "/proc/fagen")
+    findings = {finding["what"]: finding for finding in json.loads(fagen("doctor", "--json").out)}
+    assert findings["cache"]["status"] == "warn"
+    assert "FAGEN_CACHE" in findings["cache"]["fix"]
 
 
 def test_doctor_fails_where_nothing_can_be_compiled(
@@ -527,6 +539,14 @@ def test_tune_takes_several_cards(
     monkeypatch.setattr(driver, "query_device", cards.__getitem__)
     fagen("tune", "--dtype", "bf16", "--head-dim", "64", "--causal", "--seqlen", "512", *words)
     assert scripted_tune[0]["devices"] == devices
+
+
+def test_tune_without_a_card_says_which_flags_mean_nothing(
+    fagen: Fagen, scripted_tune: list[dict[str, Any]]
+) -> None:
+    err = fagen(*TUNE, "--causal", "--storage", "x", "--resume").err
+    assert "Nothing will be measured, so --storage, --resume mean nothing here." in err
+    assert scripted_tune
 
 
 def _old_card_first(monkeypatch: pytest.MonkeyPatch) -> None:

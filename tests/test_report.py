@@ -162,6 +162,12 @@ def test_a_study_without_its_shape_gets_that_of_the_bucket(tmp_path: Path, legal
     assert "TFLOP/s may be off" in report(path, tmp_path).page.read_text(encoding="utf-8")
 
 
+def test_a_file_in_place_of_the_folder_shows_before_the_plots_are_drawn(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="is no folder"):
+        report(tmp_path / "no storage", tmp_path / "file")
+
+
 def test_no_password_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fagen.report.read_studies", lambda storage, studies: [])
     with pytest.raises(ArgumentError, match=r"me:\*\*\*@host/db holds no study"):

@@ -376,3 +376,22 @@ def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_BYTES", 1000)
     with pytest.raises(StoreError, match="no file of tuned configs"):
         load_records("/dev/zero")
+
+
+def test_a_place_that_cannot_be_written_says_so_at_once(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    for place in (loop, Path("/proc/x.yaml")):
+        start = time.monotonic()
+        with pytest.raises(WriteError, match="name one that can be written"):
+            save_records(place, [])
+        assert time.monotonic() - start < 10
+
+
+def test_a_file_that_another_process_holds_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
+    path = tmp_path / "tuned.yaml"
+    with store.locked(path), pytest.raises(WriteError, match="another process has held it"):
+        save_records(path, [])

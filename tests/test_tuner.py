@@ -298,6 +298,9 @@ def test_what_was_not_timed_on_every_shape_is_not_compared_with(tmp_path: Path) 
         ({"trials": 0}, "trials is 0"),
         ({"budget_s": -1.0}, "budget_s is -1.0"),
         ({"processes": -1}, "processes is -1"),
+        ({"trials": "x"}, "trials is 'x'"),
+        ({"devices": "a"}, "devices"),
+        ({"tasks": []}, "at least one problem"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(
@@ -314,6 +317,18 @@ def test_the_home_folder_has_its_short_name(
     result, _ = run(tmp_path, tasks=[ONE], out="~/tuned.yaml")
     assert result.path == tmp_path / "tuned.yaml"
     assert load_records(tmp_path / "tuned.yaml").records == result.records
+
+
+def test_a_prediction_in_a_part_of_the_space_replaces_no_better_one(tmp_path: Path) -> None:
+    def predicted(**options: Any) -> float:
+        result, _ = run(tmp_path, NoDevice(), [ONE], arch=architecture("sm90"), **options)
+        (record,) = load_records(result.path).records
+        assert result.records == (record,)
+        return record.result.median_us
+
+    best = predicted()
+    assert predicted(fixed=FIXED | {"block_n": 32}) == best
+    assert predicted(template="forward_sm80", fixed={}) == best
 
 
 def test_a_prediction_keeps_to_its_budget(tmp_path: Path) -> None:
@@ -727,7 +742,7 @@ def test_predictions_never_displace_measurements(tmp_path: Path) -> None:
 
 
 def test_without_a_device_an_architecture_must_be_named(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="name one: --arch sm90"):
+    with pytest.raises(DeviceError, match="name an architecture, as sm90"):
         run(tmp_path, NoDevice())
 
 
