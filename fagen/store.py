@@ -231,12 +231,12 @@ def load_records(path: str | Path) -> RecordFile:
     else:
         skipped = []
     records: dict[Any, Record] = {}
-    for item in items:
+    for number, item in enumerate(items):
         try:
             record = _parse(item)
         except (ValidationError, ValueError) as error:
             reason = one_line(error) if isinstance(error, ValidationError) else str(error)
-            skipped.append(Skipped(reader.line_of(item), reason, item))
+            skipped.append(Skipped(reader.line_of(items, number), reason, item))
         else:
             _keep_better(records, record)
     for entry in skipped:
@@ -308,7 +308,7 @@ _WHAT_TO_DO = (
 
 
 class _Reader:
-    """YAML text as plain dicts, lists and scalars, with the line that each mapping starts at.
+    """YAML text as plain dicts, lists and scalars, with the line that each item of a list is on.
 
     Twice as fast as yaml's own C loader (a first call waits for it: 28 ms for 200 records), and
     refuses tags and aliases altogether.
@@ -316,7 +316,7 @@ class _Reader:
 
     def __init__(self, text: str, path: Path) -> None:
         self._path = path
-        self._lines: dict[int, int] = {}
+        self._lines: dict[tuple[int, int], int] = {}  # by list and place in it
         self._scalars: dict[str, Any] = {}  # few are distinct, and typing one is slow
         try:
             loader = _LOADER(text)
@@ -335,8 +335,8 @@ class _Reader:
             first_line = str(error).partition("\n")[0]
             raise StoreError(f"{path}: not YAML: {first_line}. {_WHAT_TO_DO}") from None
 
-    def line_of(self, value: Any) -> int:
-        return self._lines.get(id(value), 1)
+    def line_of(self, items: list[Any], place: int) -> int:
+        return self._lines[id(items), place]
 
     def _error(self, mark: Any, problem: str) -> StoreError:
         line = f", line {mark.line + 1}" if mark else ""
@@ -355,10 +355,10 @@ class _Reader:
         if kind is yaml.SequenceStartEvent:
             items: list[Any] = []
             while type(event := self._next()) is not yaml.SequenceEndEvent:
+                self._lines[id(items), len(items)] = event.start_mark.line + 1
                 items.append(self._node(event, depth + 1))
             return items
         mapping: dict[str, Any] = {}
-        self._lines[id(mapping)] = event.start_mark.line + 1
         while type(event := self._next()) is not yaml.MappingEndEvent:
             name = self._node(event, depth + 1)
             if not isinstance(name, str) or name in mapping:
@@ -547,11 +547,11 @@ def load_calls(path: str | Path) -> tuple[Calls, ...]:
             "`calls:`, and nothing else. `with fagen.record(FILE):` writes one"
         )
     entries = []
-    for item in content["calls"]:
+    for number, item in enumerate(content["calls"]):
         try:
             entries.append(Calls.model_validate(item))
         except ValidationError as error:
-            line = reader.line_of(item)
+            line = reader.line_of(content["calls"], number)
             raise StoreError(f"{path}, line {line}: {one_line(error)}. {_WHAT_TO_DO}") from None
     return _merged(entries)
 

@@ -182,6 +182,12 @@ def tune(
                     "to compile only is to join a search: name its arch and storage, and resume it"
                 )
             report = DeviceReport(device=typical_device(arch), driver="")
+            on_event(
+                Notice(
+                    "Only compiled here: this goes on until hosts that measure, with the same "
+                    "storage, have all they want, or until Ctrl-C or the budget ends it."
+                )
+            )
         else:
             report = _report(cards, arch, on_event)
         if report is not None:

@@ -395,3 +395,9 @@ def test_a_file_that_another_process_holds_is_named(
     path = tmp_path / "tuned.yaml"
     with store.locked(path), pytest.raises(WriteError, match="another process has held it"):
         save_records(path, [])
+
+
+def test_what_is_no_record_is_skipped_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.yaml"
+    path.write_text("schema: 1\nrecords:\n# a comment\n- 7\n- seven\n- {problem: 7}\n")
+    assert [entry.line for entry in load_records(path).skipped] == [4, 5, 6]
