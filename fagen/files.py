@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -38,9 +39,17 @@ def write_file(path: Path, content: str | bytes) -> None:
             path.write_bytes(_bytes(content))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path.resolve(), content)  # a link stays a link
+        replace_file(link_target(path), content)
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def link_target(path: Path) -> Path:
+    """The file that a path names, so that a link stays one; an OSError for a loop of links."""
+    try:
+        return path.resolve()
+    except RuntimeError:  # before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from fagen.config import TEMPLATES, Config, one_line
 from fagen.device import ARCHITECTURES, Device
 from fagen.errors import StoreError, WriteError
-from fagen.files import replace_file
+from fagen.files import link_target, replace_file
 from fagen.packaged import packaged_folder
 from fagen.problem import Bucket, Problem, Shape
 
@@ -425,7 +425,7 @@ def locked(path: str | Path) -> Iterator[Path]:
 
     path = Path(path).expanduser()
     try:
-        path = path.resolve()  # a link stays a link
+        path = link_target(path)
         if path.exists() and not path.is_file():
             raise StoreError(f"cannot write {path}: it is no file; name another one")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,8 +438,8 @@ def locked(path: str | Path) -> Iterator[Path]:
             f"cannot write {path}: another process has held it for {LOCK_SECONDS:.0f} s ({lock}). "
             "The file is as it was; try again when that has ended, or name another one"
         ) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        why = str(getattr(error, "strerror", None) or error).rstrip(".")
+    except OSError as error:
+        why = (error.strerror or str(error)).rstrip(".")
         raise WriteError(
             f"cannot write {path}: {why}. The file is as it was; name one that can be written"
         ) from None
