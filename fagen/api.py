@@ -24,7 +24,7 @@ from fagen.errors import ArgumentError
 from fagen.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
 from fagen.problem import Bucket, Dtype, Problem, Shape
 from fagen.render import kernel_name
-from fagen.store import Store
+from fagen.store import on_save
 
 if TYPE_CHECKING:
     from fagen.tasks import Task
@@ -352,7 +352,6 @@ def _attend(
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
         fixed,
-        Store.revision,
     )
     if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
         raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
@@ -416,6 +415,15 @@ class _Call(NamedTuple):
     question: recorder.Question
 
 
+def _forget_plans() -> None:
+    """Of all threads, since there are new records to ask."""
+    global _thread  # noqa: PLW0603
+    _thread = threading.local()
+
+
+on_save.append(_forget_plans)
+
+
 def _plan(
     framework: Framework,
     q: Geometry,
@@ -426,12 +434,8 @@ def _plan(
     layout: Layout,
     pointers_aligned: bool,
     fixed: AnyConfig | LoadedKernel | None,
-    revision: int,
 ) -> _Call:
-    """Checks a geometry, finds its kernel and plans its launch. For this thread only.
-
-    `revision` is that of the records, so that new ones are asked.
-    """
+    """Checks a geometry, finds its kernel and plans its launch. For this thread only."""
     operands = [
         arrays.operand(name, framework, 0, geometry, layout)
         for name, geometry in zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)

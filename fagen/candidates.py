@@ -67,9 +67,10 @@ def known_configs(
 
 
 def incumbents(problem: Problem, shape: Shape, device: Device, out: Path) -> list[AnyConfig]:
-    """What is on record for this very device, problem and bucket."""
+    """Legal configs on record for this very device, problem and bucket, the first one counts."""
     key = (device.key, problem, shape.bucket())
-    return [record.config for record in _records(out) if record.key == key]
+    configs = [record.config for record in _records(out) if record.key == key]
+    return [config for config in configs if why_illegal(config, problem, device) is None]
 
 
 def ranked_by_model(legal: LegalSet, shape: Shape, seed: int) -> list[tuple[float, AnyConfig]]:

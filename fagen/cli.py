@@ -393,9 +393,7 @@ def tune(
         card = _card_to_compile_for(ctx)
     else:
         card, numbers = _devices(arch, device)
-    room.check_options(sampler=sampler, trials=trials)
-    if effort not in room.TRIALS:
-        raise ArgumentError(f"--effort {effort}: allowed are {', '.join(room.TRIALS)}")
+    room.check_options(effort=effort, sampler=sampler, trials=trials)
     if template is not None and template not in TEMPLATES:
         raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
     budget_s = None if budget is None else _seconds(budget)
@@ -532,8 +530,7 @@ def emit(
     device, _ = _device(arch)
     store = _store(ctx, config)
     if dtype is None and head_dim is None and causal is None:
-        if axes or _given(ctx, SHAPE_FLAGS):
-            given = "--set" if axes else _given(ctx, SHAPE_FLAGS)
+        if given := "--set" if axes else _given(ctx, SHAPE_FLAGS):
             raise ArgumentError(f"{given} wants one problem: give --dtype and --head-dim too")
         files = room.emit_all(device.arch, store.records(device.arch.name), format=format)
     else:

@@ -18,11 +18,16 @@ def write_files(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
         ArgumentError: if `folder` is no folder, or as `write_file` does.
         WriteError: as `write_file` does.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ArgumentError(f"{folder} is no folder: give the folder to write the files into")
+    require_folder(folder)
     for name, content in files.items():
         write_file(folder / name, content)
     return [folder / name for name in files]
+
+
+def require_folder(place: Path) -> None:
+    """An ArgumentError if something else than a folder is there; nothing may be."""
+    if os.path.exists(place) and not os.path.isdir(place):  # not Path's: they may raise an OSError
+        raise ArgumentError(f"{place} is no folder: give the folder to write the files into")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -32,9 +37,9 @@ def write_file(path: Path, content: str | bytes) -> None:
         ArgumentError: if it is a folder.
         WriteError: if the disk is full, or the place cannot be written; what was there is whole.
     """
-    if path.is_dir():
-        raise ArgumentError(f"cannot write {path}: it is a folder; name a file")
     try:
+        if path.is_dir():
+            raise ArgumentError(f"cannot write {path}: it is a folder; name a file")
         if path.exists() and not path.is_file():  # a pipe, or a device such as /dev/stdout
             path.write_bytes(_bytes(content))
             return

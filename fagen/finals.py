@@ -26,7 +26,6 @@ from fagen.events import Notice, OnEvent
 from fagen.measure import median_and_spread
 from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Problem, Shape
-from fagen.space import why_illegal
 from fagen.store import Card, Provenance, Record, Result
 from fagen.worker import TORCH, DeviceReport, Worker
 
@@ -212,7 +211,7 @@ def crown(
         shapes: of one bucket; the record is for the first, and shows its time.
         tried: what the search came back with.
         default: the template's default.
-        incumbents: what is on record for the bucket, the one that counts first.
+        incumbents: what is on record for the bucket, as of `candidates.incumbents`.
         withdraw: told of each finalist that failed, whose time in the search is void.
     """
     about = f"{problem}, {shapes[0]}"
@@ -223,8 +222,7 @@ def crown(
         on_event(Notice(f"{about}: nothing was measured ({rejections or 'nothing was tried'})."))
         return None
     device = report.device
-    allowed = [c for c in incumbents if why_illegal(c, problem, device) is None]
-    kernels = compiled_kernels(problem, finalists(tried, [default, *allowed]), device.arch)
+    kernels = compiled_kernels(problem, finalists(tried, [default, *incumbents]), device.arch)
     try:
         times, failed = side_by_side(worker, guard, kernels, problem, shapes)
     except DeviceError as error:
@@ -237,7 +235,7 @@ def crown(
     if not kernels:
         on_event(Notice(f"{about}: no record, since every finalist fell out."))
         return None
-    winner, tied = pick_winner(kernels, problem, times, allowed)
+    winner, tied = pick_winner(kernels, problem, times, incumbents)
     kernel, name = kernels[winner], str(winner)
     won, spread = median_and_spread(times[0][name])
 

@@ -17,7 +17,7 @@ from fagen.errors import CompileError
 from fagen.events import Notice, OnEvent, RecordSaved, TaskStarted
 from fagen.legal import LegalSet
 from fagen.problem import Shape
-from fagen.space import default_config, why_illegal
+from fagen.space import default_config
 from fagen.store import Card, Provenance, Record, Result, save_records
 from fagen.tasks import Task
 
@@ -36,9 +36,7 @@ class Prediction:
     processes: int | None
     on_event: OnEvent
 
-    def run(
-        self, tasks: Sequence[Task], budget_s: float | None = None
-    ) -> tuple[list[Record], bool]:
+    def run(self, tasks: Sequence[Task], budget_s: float | None) -> tuple[list[Record], bool]:
         """The records, all saved, and False if Ctrl-C ended it.
 
         What is not begun within `budget_s` is left out; the first record always comes.
@@ -81,11 +79,7 @@ class Prediction:
         problem, device = legal.problem, legal.device
         default = default_config(problem, device, legal.template)
         ranked = ranked_by_model(legal, shape, self.seed)
-        on_record = [
-            config
-            for config in incumbents(problem, shape, device, self.out)
-            if why_illegal(config, problem, device) is None
-        ]
+        on_record = incumbents(problem, shape, device, self.out)
         finalists = dict.fromkeys([default, *on_record, *(c for _, c in ranked[:FINALISTS])])
         jobs = ((problem, config, device.arch) for config in finalists)
         times: dict[AnyConfig, float] = {}

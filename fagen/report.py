@@ -22,7 +22,7 @@ from fagen import model
 from fagen.config import TEMPLATES
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.files import write_files
+from fagen.files import require_folder, write_files
 from fagen.outcome import Measured, Rejected, Tried
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.space import default_config
@@ -350,8 +350,7 @@ def report(
         MissingDependencyError: without matplotlib.
     """
     require_matplotlib()
-    if Path(out).exists() and not Path(out).is_dir():  # it should show before the plots are drawn
-        raise ArgumentError(f"{out} is no folder: give the folder to write the page into")
+    require_folder(Path(out))  # before the plots are drawn
     kept = read_studies(storage, studies)
     shown = without_password(storage)
     found = {study.name: summarise(study) for study in kept}

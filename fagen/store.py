@@ -39,6 +39,8 @@ MAX_DEPTH = 8  # of nested collections: a record needs 4
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _log = logging.getLogger(__name__)
 
+on_save: list[Callable[[], None]] = []  # called when this process saved records
+
 
 # ---- the record ----
 
@@ -392,7 +394,8 @@ def save_records(path: str | Path, records: Iterable[Record]) -> None:
             _keep_better(merged, record)
         replace_file(old.path, _text(merged.values(), old.skipped))
     _open.cache_clear()  # this process sees what it saved
-    Store.revision += 1
+    for forget in on_save:
+        forget()
 
 
 def check_can_save(path: str | Path) -> None:
@@ -626,11 +629,7 @@ class Store:
     Attributes:
         config_file: the one file that is consulted, or None for the user's overlay and then the
             shipped file of each architecture.
-        revision: of all stores: it goes up when this process saves records, and what was chosen
-            before may then be outdated.
     """
-
-    revision = 0
 
     def __init__(self, config_file: Path | None = None) -> None:
         self.config_file = config_file

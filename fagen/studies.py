@@ -519,7 +519,7 @@ def read_studies(where: str | Path, wanted: Sequence[str] = ()) -> list[KeptStud
 
     Args:
         where: as for `open_storage`, but it has to exist.
-        wanted: names; one that no study has stands for all that contain it. None are all.
+        wanted: names; one that no study has stands for all that contain it. Empty: every study.
 
     Raises:
         ArgumentError: where there is no storage, or no such study.

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fagen.blocklist import Blocklist, Guard, blocklist_path
 from fagen.candidates import compiled_ahead, incumbents, known_configs, model_picks
@@ -49,8 +49,7 @@ from fagen.studies import close_storage, default_storage, open_storage, study_na
 from fagen.tasks import Task, companions
 from fagen.worker import DeviceReport, Worker
 
-Effort = Literal["quick", "full"]
-TRIALS: dict[Effort, int] = {"quick": 60, "full": 100}
+TRIALS = {"quick": 60, "full": 100}  # by effort
 TRIALS_PER_PICK = 8  # of so many trials, one is a pick of the static model, tried first
 MAX_SHAPE_BYTES = 1 << 40
 
@@ -66,7 +65,7 @@ def estimate_seconds(
     tasks: Sequence[Task],
     trials: int | None = None,
     *,
-    effort: Effort = "full",
+    effort: str = "full",
     measured: bool = True,
 ) -> float:
     """Roughly how long `tune` takes, in seconds."""
@@ -80,7 +79,7 @@ def estimate_seconds(
     return TASK_SECONDS * len(tasks) + search + FINALS_SECONDS * records
 
 
-def _timed_on(shape: Shape, effort: Effort) -> tuple[Shape, ...]:
+def _timed_on(shape: Shape, effort: str) -> tuple[Shape, ...]:
     """The shapes that stand for a bucket, the one that its record names first."""
     return (shape, *companions(shape)) if effort == "full" else (shape,)
 
@@ -121,7 +120,7 @@ def tune(
     devices: Sequence[int] = (0,),
     template: str | None = None,
     fixed: dict[str, Any] | None = None,
-    effort: Effort = "full",
+    effort: str = "full",
     trials: int | None = None,
     budget_s: float | None = None,
     sampler: str = "surrogate",
@@ -328,7 +327,7 @@ class _Tuning:
     report: DeviceReport
     template: str | None
     fixed: dict[str, Any] | None
-    effort: Effort
+    effort: str
     trials: int
     sampler: str
     seed: int
