@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fagen.api import Explanation, Kernel, attention, explain, load, tune
-    from fagen.config import Sm80Forward, Sm90Forward
     from fagen.device import Device
     from fagen.errors import (
         ArgumentError,
@@ -27,11 +26,19 @@ if TYPE_CHECKING:
         UnsupportedError,
         WriteError,
     )
-    from fagen.events import Notice, PhaseChanged, RecordSaved, TaskDone, TaskStarted, TrialDone
+    from fagen.kernels.config import Sm80Forward, Sm90Forward
     from fagen.problem import Problem, Shape
-    from fagen.recorder import record
-    from fagen.tasks import Task
-    from fagen.tuner import TuneResult
+    from fagen.records.recorder import record
+    from fagen.tuning.events import (
+        Notice,
+        PhaseChanged,
+        RecordSaved,
+        TaskDone,
+        TaskStarted,
+        TrialDone,
+    )
+    from fagen.tuning.tasks import Task
+    from fagen.tuning.tuner import TuneResult
 
 __all__ = [
     "ArgumentError",
@@ -70,7 +77,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("Explanation", "Kernel", "attention", "explain", "load", "tune"),
-    "config": ("Sm80Forward", "Sm90Forward"),
+    "kernels.config": ("Sm80Forward", "Sm90Forward"),
     "device": ("Device",),
     "errors": (
         "ArgumentError",
@@ -85,11 +92,18 @@ _HOMES = {
         "UnsupportedError",
         "WriteError",
     ),
-    "events": ("Notice", "PhaseChanged", "RecordSaved", "TaskDone", "TaskStarted", "TrialDone"),
+    "tuning.events": (
+        "Notice",
+        "PhaseChanged",
+        "RecordSaved",
+        "TaskDone",
+        "TaskStarted",
+        "TrialDone",
+    ),
     "problem": ("Problem", "Shape"),
-    "recorder": ("record",),
-    "tasks": ("Task",),
-    "tuner": ("TuneResult",),
+    "records.recorder": ("record",),
+    "tuning.tasks": ("Task",),
+    "tuning.tuner": ("TuneResult",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

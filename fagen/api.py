@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fagen import arrays, driver, recorder
-from fagen.arrays import Framework, Geometry, Layout, framework_of
-from fagen.compile import Resources, compile_kernel
-from fagen.config import AnyConfig, as_argument_error, parse_config
+from fagen.build.compile import Resources, compile_kernel
+from fagen.build.render import kernel_name
 from fagen.device import Architecture, Device, architecture
-from fagen.dispatch import Choice, choose
 from fagen.errors import ArgumentError
-from fagen.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
+from fagen.kernels.config import AnyConfig, as_argument_error, parse_config
 from fagen.problem import Bucket, Dtype, Problem, Shape
-from fagen.render import kernel_name
-from fagen.store import on_save
+from fagen.records import recorder
+from fagen.records.dispatch import Choice, choose
+from fagen.records.store import on_save
+from fagen.run import arrays, driver
+from fagen.run.arrays import Framework, Geometry, Layout, framework_of
+from fagen.run.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
 
 if TYPE_CHECKING:
-    from fagen.tasks import Task
-    from fagen.tuner import TuneResult
+    from fagen.tuning.tasks import Task
+    from fagen.tuning.tuner import TuneResult
 
 _thread = threading.local()  # .plans: this thread's cache of _plan
 _kernels: dict[tuple[Problem, AnyConfig, str], LoadedKernel] = {}
@@ -96,13 +97,13 @@ def tune(
     call with `if __name__ == "__main__":`.
 
     Args:
-        tasks: problems and their shapes, as of `fagen.tasks`; if None, those that the next
+        tasks: problems and their shapes, as of `fagen.tuning.tasks`; if None, those that the next
             arguments name.
         dtype, head_dim, causal, seqlen: one value or several; what is None is the standard list.
         batch, heads, kv_heads: those of `fagen.problem.standard_shape` if None.
         arch: such as "sm90"; that of the device if None.
-        options: further arguments of `fagen.tuner.tune`: trials, budget_s, storage, resume, out.
-            `on_event` is called with each `TaskStarted`, `TrialDone`, ...; where it raises
+        options: further arguments of `fagen.tuning.tuner.tune`: trials, budget_s, storage, resume,
+            out. `on_event` is called with each `TaskStarted`, `TrialDone`, ...; where it raises
             KeyboardInterrupt over a `TrialDone`, the search ends as after Ctrl-C: the best so far
             is saved.
 
@@ -110,8 +111,8 @@ def tune(
         ArgumentError: for a value that is not allowed.
         DeviceError: without a device, if `arch` is None: what is tuned for is not known.
     """
-    from fagen import tuner
-    from fagen.tasks import standard_tasks
+    from fagen.tuning import tuner
+    from fagen.tuning.tasks import standard_tasks
 
     named = {"dtypes": dtype, "head_dims": head_dim, "causal": causal, "seqlens": seqlen}
     chosen: dict[str, Any] = {

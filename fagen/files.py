@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files: those that come with fagen, and those that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import errno
 import os
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from fagen.errors import ArgumentError, WriteError
+
+
+@cache
+def packaged_folder(name: str) -> Path:
+    """A folder that comes with fagen: inside the wheel, or at the top of a checkout."""
+    package = Path(__file__).parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
 
 
 def write_files(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:

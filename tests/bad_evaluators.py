@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fagen.compile import Compiled
+from fagen.build.compile import Compiled
 from fagen.errors import DeviceError
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.tuning.outcome import Measured, Outcome, Rejected
 
 Arguments = Any  # compiled, problem, config, shape, device_index; the first says what to do
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fagen import driver
 from fagen.errors import FagenError
-from fagen.store import CONFIG_VARIABLE
+from fagen.records.store import CONFIG_VARIABLE
+from fagen.run import driver
 
 # A shell's background job ignores Ctrl-C, and its children inherit that: tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fagen import counters, driver, launch
-from fagen.compile import Compiled, Resources
+from fagen.build.compile import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.problem import Problem
+from fagen.run import counters, driver, launch
 
 CONTEXT = 0xC0
 KERNEL = 0xBEEF

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES
-from fagen.legal import LegalSet
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig
 from fagen.problem import Problem
-from fagen.search import Results, Study, search
-from fagen.studies import open_storage
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.loop import Results, Study, search
+from fagen.tuning.search.studies import open_storage
 
 NAME = "recorded"
 TRIALS = 1000  # more than the legal set has

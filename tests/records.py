@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
-from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES
+from fagen.kernels.config import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.store import Card, Provenance, Record, Result
+from fagen.records.store import Card, Provenance, Record, Result
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 
-from fagen.compile import compile_kernel
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
-from fagen.driver import query_device
-from fagen.launch import LoadedKernel
+from fagen.build.compile import compile_kernel
+from fagen.judge.verify import verify
+from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.kernels.space import default_config
 from fagen.problem import Problem
-from fagen.space import default_config
-from fagen.verify import verify
+from fagen.run.driver import query_device
+from fagen.run.launch import LoadedKernel
 
 CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
     "forward_sm80": [

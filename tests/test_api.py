@@ -20,12 +20,14 @@ from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compi
 from records import some_record
 
 import fagen
-from fagen import api, arrays, reference
-from fagen.compile import compile_kernel
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen import api
+from fagen.build.compile import compile_kernel
 from fagen.errors import ArgumentError, ConfigError, CudaError, UnsupportedError
-from fagen.launch import SCALE_OFFSET
-from fagen.store import save_records
+from fagen.judge import reference
+from fagen.kernels.config import Sm80Forward, Sm90Forward
+from fagen.records.store import save_records
+from fagen.run import arrays
+from fagen.run.launch import SCALE_OFFSET
 
 # ---- the package ----
 
@@ -70,10 +72,10 @@ def test_the_run_time_path_loads_no_template_engine_and_no_search() -> None:
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of each call of `fagen.tuner.tune`, which does nothing."""
+    """The arguments of each call of `fagen.tuning.tuner.tune`, which does nothing."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "fagen.tuner.tune", lambda tasks, **options: calls.append({"tasks": tasks} | options)
+        "fagen.tuning.tuner.tune", lambda tasks, **options: calls.append({"tasks": tasks} | options)
     )
     return calls
 

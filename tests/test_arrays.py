@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from fake_driver import BFLOAT16, FLOAT16, FLOAT32, FakeTensor, Parcel, fake_torch
 
-from fagen import arrays
 from fagen.errors import ArgumentError, UnsupportedError
-from fagen.launch import Lengths
+from fagen.run import arrays
+from fagen.run.launch import Lengths
 
 
 def forget_frameworks() -> None:

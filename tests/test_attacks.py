@@ -22,12 +22,12 @@ from alive import wait_until_dead
 from full_disk import no_file_beyond
 from tuning import A100, FIXED, TASK, recorded, tune_recorded
 
-from fagen.config import AnyConfig
 from fagen.errors import WriteError
-from fagen.legal import LegalSet
-from fagen.outcome import Measured
-from fagen.store import load_records
-from fagen.studies import read_studies
+from fagen.kernels.config import AnyConfig
+from fagen.records.store import load_records
+from fagen.tuning.outcome import Measured
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.studies import read_studies
 
 FULL = 14_600  # bytes
 CONFIGS = len(LegalSet(TASK.problem, A100, "forward_sm80", fixed=FIXED))

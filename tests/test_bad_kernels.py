@@ -12,19 +12,19 @@ import pytest
 from wrong.attacks import ATTACKS, PLAN, TEMPLATE, tampered
 from wrong.bugs import BUGS
 
-from fagen.compile import compile_kernel
-from fagen.config import Sm90Forward
+from fagen.build.compile import compile_kernel
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.events import Event, Notice
-from fagen.model import predict
-from fagen.outcome import Measured, Rejected
+from fagen.kernels.config import Sm90Forward
+from fagen.kernels.space import default_config, legal_configs
 from fagen.problem import Problem, Shape
-from fagen.space import default_config, legal_configs
-from fagen.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
-from fagen.studies import read_studies
-from fagen.tasks import Task
-from fagen.tuner import tune
-from fagen.worker import Candidate, DeviceReport, Worker
+from fagen.records.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
+from fagen.tuning.events import Event, Notice
+from fagen.tuning.model import predict
+from fagen.tuning.outcome import Measured, Rejected
+from fagen.tuning.search.studies import read_studies
+from fagen.tuning.tasks import Task
+from fagen.tuning.tuner import tune
+from fagen.tuning.worker import Candidate, DeviceReport, Worker
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 SHAPE = Shape(batch=4, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
@@ -133,7 +133,7 @@ def test_a_study_survives_attacks_without_a_gpu(
 
 @pytest.mark.gpu
 def test_a_study_survives_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fagen.driver import query_device
+    from fagen.run.driver import query_device
 
     device = query_device(0)
     if device.arch.templates[0] != TEMPLATE:

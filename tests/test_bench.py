@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from full_disk import no_file_beyond
 
-from fagen import bench as room
-from fagen import driver, peers
-from fagen.bench import bench, grid_points
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, WriteError
-from fagen.peers import PEERS, Inputs, Peer
 from fagen.problem import Problem, Shape, standard_shape
-from fagen.results import (
+from fagen.run import driver
+from fagen.show import bench as room
+from fagen.show import peers
+from fagen.show.bench import bench, grid_points
+from fagen.show.peers import PEERS, Inputs, Peer
+from fagen.show.results import (
     BEGIN,
     END,
     Cell,
@@ -219,13 +220,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.setattr(driver, "query_device", lambda index: KNOWN_DEVICES["NVIDIA H200"])
     monkeypatch.setattr(driver, "driver_version", lambda: "13.0")
-    monkeypatch.setattr("fagen.measure.compare", compare)
-    monkeypatch.setattr("fagen.measure.read_clock", lambda index: 1500.0)
+    monkeypatch.setattr("fagen.judge.measure.compare", compare)
+    monkeypatch.setattr("fagen.judge.measure.read_clock", lambda index: 1500.0)
     monkeypatch.setattr(room, "_Memory", Memory)
     monkeypatch.setattr(room, "_own", _own)
     monkeypatch.setattr("fagen.problem.TOKENS", 256)
     monkeypatch.setattr("fagen.problem.HIDDEN", 128)
-    monkeypatch.setattr("fagen.compile.nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr("fagen.build.compile.nvrtc_version", lambda: "13.0")
     adapt("fa2", lambda x: _own(x, None))
     adapt("fa3", _missing)
     adapt("fa4", _liar)
@@ -417,7 +418,7 @@ def test_a_table_that_does_not_fit_the_disk_leaves_the_text_as_it_was(tmp_path: 
 
 
 def test_the_plot_has_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> None:
-    from fagen.plots import speeds
+    from fagen.show.plots import speeds
 
     results = hand_made(*hand_made().cells, cell(1024, True, "32/8 heads", fagen=4, fa3=5))
     panels = speeds(results).axes
@@ -480,7 +481,7 @@ def test_each_peer_that_is_installed_is_called_right(
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_works_on_the_stream_that_it_is_given(name: str) -> None:
     """On another one its work would not be timed."""
-    from fagen.measure import time_call
+    from fagen.judge.measure import time_call
 
     problem = Problem(dtype="bf16", head_dim=128)
     shape = standard_shape(128, 4096, 4096)

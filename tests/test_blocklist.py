@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from fagen.blocklist import Blocklist, Guard, blocklist_path
-from fagen.compile import Compiled, Resources
-from fagen.config import AnyConfig, Sm90Forward
+from fagen.build.compile import Compiled, Resources
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import StoreError
-from fagen.events import Event, Notice
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig, Sm90Forward
 from fagen.problem import Problem, Shape
-from fagen.store import digest
-from fagen.worker import Worker
+from fagen.records.store import digest
+from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path
+from fagen.tuning.events import Event, Notice
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.worker import Worker
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 SHORT, LONG = (Shape(batch=1, seqlen_q=n, seqlen_k=n, heads_q=16, heads_kv=16) for n in (512, 8192))

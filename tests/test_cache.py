@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from fagen import compile as compiler
-from fagen import render
-from fagen.compile import Compiled, Resources, cache_folder, clear_cache, compile_source
-from fagen.config import Sm80Forward
+from fagen.build import compile as compiler
+from fagen.build import render
+from fagen.build.compile import Compiled, Resources, cache_folder, clear_cache, compile_source
 from fagen.device import Architecture, architecture
 from fagen.errors import CacheError
+from fagen.kernels.config import Sm80Forward
 from fagen.problem import Problem
 
 SM80 = architecture("sm80")
@@ -146,9 +146,9 @@ def test_warm_process_imports_neither_jinja2_nor_cupy() -> None:
     compiler.compile_kernel(PROBLEM, CONFIG, SM80)
     with _in_python(f"""
         import sys
-        from fagen.compile import compile_kernel
+        from fagen.build.compile import compile_kernel
         from fagen.device import architecture
-        from fagen.config import parse_config
+        from fagen.kernels.config import parse_config
         from fagen.problem import Problem
         config = parse_config({CONFIG.model_dump()!r})
         compile_kernel(Problem(**{PROBLEM.model_dump()!r}), config, architecture("sm80"))
@@ -246,7 +246,7 @@ def test_kill_while_writing_leaves_a_miss(folder: Path, written_files: int) -> N
     with _in_python(f"""
         import os, signal
         from pathlib import Path
-        from fagen.compile import compile_source
+        from fagen.build.compile import compile_source
         from fagen.device import architecture
         left = [{written_files}]
         write = Path.write_bytes
@@ -277,7 +277,7 @@ def test_kill_while_writing_leaves_a_miss(folder: Path, written_files: int) -> N
 def test_four_processes_compile_the_same_source(folder: Path, tmp_path: Path) -> None:
     code = f"""
         import pathlib, time
-        from fagen import compile as compiler
+        from fagen.build import compile as compiler
         from fagen.device import architecture
         compiler.nvrtc_version()
         while not pathlib.Path({str(tmp_path / "go")!r}).exists():
@@ -405,7 +405,7 @@ def test_folder_that_cannot_be_made_costs_only_the_cache(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert compile_source(SOURCE, SM80, "one").path is None
-    assert [record.name for record in caplog.records] == ["fagen.compile"]  # once
+    assert [record.name for record in caplog.records] == ["fagen.build.compile"]  # once
     assert "not cached" in caplog.text
     assert "Not a directory" in caplog.text
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from alive import is_alive, wait_until_dead
 
-from fagen.cards import Cards
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, DeviceError
-from fagen.outcome import Measured, Outcome
-from fagen.worker import DeviceReport, Worker
+from fagen.tuning.cards import Cards
+from fagen.tuning.outcome import Measured, Outcome
+from fagen.tuning.worker import DeviceReport, Worker
 
 ACT = "bad_evaluators:act"
 

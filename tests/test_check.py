@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from records import H200, some_record
 
-from fagen import check as room
-from fagen.check import check, measure_space, sample_space, whole_space
-from fagen.compile import Compiled, Resources
-from fagen.config import AnyConfig
+from fagen.build.compile import Compiled, Resources
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import axes, default_config, free_axes, legal_configs, why_illegal
 from fagen.problem import Problem
-from fagen.space import axes, default_config, free_axes, legal_configs, why_illegal
-from fagen.store import Card, Record, RecordFile, Skipped
+from fagen.records.store import Card, Record, RecordFile, Skipped
+from fagen.show import check as room
+from fagen.show.check import check, measure_space, sample_space, whole_space
 
 HERE = Path("sm90.yaml")
 SM90 = architecture("sm90")
@@ -43,7 +43,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[AnyConfig, Resources | Comp
             else:
                 yield problem, config, answer
 
-    monkeypatch.setattr("fagen.compile.compile_many", compile_many)
+    monkeypatch.setattr("fagen.build.compile.compile_many", compile_many)
     return said
 
 
@@ -127,8 +127,8 @@ def test_with_a_device_the_verdict_counts(
         def __init__(self) -> None:
             self.ok, self.reason = ok, "off by one"
 
-    monkeypatch.setattr("fagen.launch.LoadedKernel", lambda *_: None)
-    monkeypatch.setattr("fagen.verify.verify", lambda kernel, *, device_index: Verdict())
+    monkeypatch.setattr("fagen.run.launch.LoadedKernel", lambda *_: None)
+    monkeypatch.setattr("fagen.judge.verify.verify", lambda kernel, *, device_index: Verdict())
     (judged,) = check(SM90, [RecordFile(HERE, (record(),))], sample=0, device_index=0).records
     assert (judged.verified, judged.fault) == (ok, fault)
 

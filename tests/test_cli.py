@@ -18,11 +18,17 @@ import typer
 from records import H200, some_record
 from typer.main import get_command
 
-from fagen import __version__, cli, driver
-from fagen.config import AnyConfig
+from fagen import __version__
+from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import DeviceError, UnsupportedError, WriteError
-from fagen.events import (
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import default_config
+from fagen.problem import Problem, Shape
+from fagen.records.store import Calls, Card, Record, save_calls, save_records
+from fagen.run import driver
+from fagen.show.recheck import Rechecked
+from fagen.tuning.events import (
     ModelJudged,
     Notice,
     OnEvent,
@@ -32,13 +38,9 @@ from fagen.events import (
     TaskStarted,
     TrialDone,
 )
-from fagen.outcome import Measured, Tried
-from fagen.problem import Problem, Shape
-from fagen.recheck import Rechecked
-from fagen.space import default_config
-from fagen.store import Calls, Card, Record, save_calls, save_records
-from fagen.tasks import Task
-from fagen.tuner import TuneResult
+from fagen.tuning.outcome import Measured, Tried
+from fagen.tuning.tasks import Task
+from fagen.tuning.tuner import TuneResult
 
 
 class Ran(NamedTuple):
@@ -221,7 +223,9 @@ def test_the_contract_of_the_flags() -> None:
 
 def test_defaults_and_choices_are_those_of_the_rooms() -> None:
     """They are spelled out in the help, since `fagen --help` imports no room."""
-    from fagen import bench, check, peers, search, tasks, tuner
+    from fagen.show import bench, check, peers
+    from fagen.tuning import tasks, tuner
+    from fagen.tuning.search import loop as search
 
     def commas(values: Iterable[object]) -> str:
         return ",".join(map(str, values))
@@ -365,7 +369,7 @@ def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
                 median_us=111.1,
             )
 
-    monkeypatch.setattr("fagen.recheck.recheck", recheck)
+    monkeypatch.setattr("fagen.show.recheck.recheck", recheck)
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "query_device", lambda index: H200)
     return asked
@@ -449,7 +453,7 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
             interrupted=True,
         )
 
-    monkeypatch.setattr("fagen.tuner.tune", scripted)
+    monkeypatch.setattr("fagen.tuning.tuner.tune", scripted)
     return calls
 
 
@@ -493,7 +497,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(
     def full(*_: Any, **__: Any) -> None:
         raise WriteError("cannot keep trials in x.journal: No space left on device")
 
-    monkeypatch.setattr("fagen.tuner.tune", full)
+    monkeypatch.setattr("fagen.tuning.tuner.tune", full)
     code, _, err = fagen(*TUNE)
     assert code == 1
     assert err.splitlines()[-1] == (
@@ -511,7 +515,7 @@ def test_tune_ends_with_what_it_gained(
         some_record(problem, config, speedup_over_default=4.0),
     )
     result = TuneResult(records, tmp_path / "x.yaml", H200, measured=True, storage="x.journal")
-    monkeypatch.setattr("fagen.tuner.tune", lambda *_, **__: result)
+    monkeypatch.setattr("fagen.tuning.tuner.tune", lambda *_, **__: result)
     assert fagen(*TUNE).out.splitlines()[-1] == (
         "2 kernels: 2.00x as fast as the default and 3.00x as fast as torch"
     )
@@ -604,7 +608,7 @@ def test_tune_takes_several_problems(
         device = typical_device(options["arch"])
         return TuneResult((), tmp_path / "none.yaml", device, measured=False)
 
-    monkeypatch.setattr("fagen.tuner.tune", nothing)
+    monkeypatch.setattr("fagen.tuning.tuner.tune", nothing)
     words = "tune --arch sm_90a --dtype fp16 --dtype bf16 --head-dim 64 --head-dim 40"
     code, out, _ = fagen(*words.split(), "--seqlen", "100,1000", "--heads", "8", "--kv-heads", "2")
     assert (code, out) == (0, "")
@@ -660,9 +664,9 @@ def test_tune_takes_what_a_program_called(
 def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:
     from rich.console import Console
 
-    from fagen.progress import TuneProgress
-    from fagen.tasks import standard_tasks
-    from fagen.tuner import tune
+    from fagen.cli.progress import TuneProgress
+    from fagen.tuning.tasks import standard_tasks
+    from fagen.tuning.tuner import tune
 
     console = Console(force_terminal=True, width=200, record=True, file=io.StringIO())
     with TuneProgress(console) as progress:
@@ -717,7 +721,7 @@ def test_ctrl_c_is_exit_code_130(fagen: Fagen, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fagen.doctor.diagnose", interrupted)
+    monkeypatch.setattr("fagen.show.doctor.diagnose", interrupted)
     code, out, err = fagen("doctor")
     assert code == 130
     assert "Traceback" not in out + err

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from alive import is_alive, wait_until_dead
 
-from fagen import compile as compiler
-from fagen.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
-from fagen.config import AnyConfig, Sm80Forward
+from fagen.build import compile as compiler
+from fagen.build.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
+from fagen.build.processes import in_processes
 from fagen.device import ARCHITECTURES, architecture
 from fagen.errors import CacheError, CompileError, MissingDependencyError
+from fagen.kernels.config import AnyConfig, Sm80Forward
 from fagen.problem import DTYPES, Problem
-from fagen.processes import in_processes
 
 SM80 = architecture("sm80")
 SM90 = architecture("sm90")
@@ -190,7 +190,7 @@ def test_compile_many_starts_no_process_for_cached_kernels(
 ) -> None:
     jobs = _jobs()
     expected = [compile_kernel(problem, config, SM80) for problem, config in jobs]
-    monkeypatch.setattr("fagen.processes._Child", None)
+    monkeypatch.setattr("fagen.build.processes._Child", None)
     assert [answer for _, _, answer in compile_many(jobs, SM80)] == expected
 
 
@@ -254,7 +254,7 @@ def test_crash_and_refusal_cost_only_their_own_job() -> None:
 
 
 def test_a_hanging_job_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fagen.processes.STARTUP_SECONDS", 3.0)
+    monkeypatch.setattr("fagen.build.processes.STARTUP_SECONDS", 3.0)
     begin = time.monotonic()
     answers = dict(_run([("hang", 60.0), ("quick", 0.0), ("next", 0.0)], timeout=0.5))
     assert str(answers["hang", 60.0]) == "stopped after 0.5 s"
@@ -266,7 +266,7 @@ def test_a_hanging_job_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_that_waits_for_the_caller_is_not_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fagen.processes.STARTUP_SECONDS", 3.0)
+    monkeypatch.setattr("fagen.build.processes.STARTUP_SECONDS", 3.0)
     answers = []
     for _, answer in _run([("a", 0.0), ("b", 0.0), ("c", 0.0)], timeout=0.2):
         time.sleep(0.5)  # longer than the timeout
@@ -299,7 +299,7 @@ def sleepers(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]
         import sys
         sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
         from fagen.errors import CompileError
-        from fagen.processes import in_processes
+        from fagen.build.processes import in_processes
         from test_compile import _note_and_sleep
 
         if __name__ == "__main__":

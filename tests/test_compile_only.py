@@ -14,11 +14,11 @@ from tuning import A100, FIXED, TASK, tune_recorded
 
 from fagen.device import architecture
 from fagen.errors import ArgumentError
-from fagen.legal import LegalSet
-from fagen.outcome import Measured
-from fagen.store import load_records
-from fagen.studies import Ledger, open_storage, read_studies
-from fagen.tuner import tune
+from fagen.records.store import load_records
+from fagen.tuning.outcome import Measured
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.studies import Ledger, open_storage, read_studies
+from fagen.tuning.tuner import tune
 
 SOME_SPILL = FIXED | {"warps": 1}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fagen.config import Sm90Forward
+from fagen.kernels.config import Sm90Forward
 from fagen.problem import Problem
 
 PROBLEM = Problem(dtype="fp16", head_dim=64, causal=True)
@@ -19,9 +19,9 @@ LAUNCHES = 30
 def test_launches_that_overlap_do_not_share_a_counter(captured: bool) -> None:
     import cupy
 
-    from fagen.compile import compile_kernel
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel, TensorView
+    from fagen.build.compile import compile_kernel
+    from fagen.run.driver import query_device
+    from fagen.run.launch import LoadedKernel, TensorView
 
     arch = query_device(0).arch
     if "forward_sm90" not in arch.templates:

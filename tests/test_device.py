@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fagen.config import TEMPLATES
 from fagen.device import (
     ARCHITECTURES,
     KNOWN_DEVICES,
@@ -15,6 +14,7 @@ from fagen.device import (
     typical_device,
 )
 from fagen.errors import ArgumentError, UnsupportedError
+from fagen.kernels.config import TEMPLATES
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm_90", "sm_90a", "SM90a", " 9.0 ", "90"])

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from records import H200, some_record
 
-from fagen import dispatch, store
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
 from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
-from fagen.dispatch import Choice, Tier, choose, tier_table
 from fagen.errors import ConfigError
+from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.kernels.space import default_config, why_illegal
 from fagen.problem import Problem, Shape
-from fagen.space import default_config, why_illegal
-from fagen.store import Card, Record, Store, digest, save_records
+from fagen.records import dispatch, store
+from fagen.records.dispatch import Choice, Tier, choose, tier_table
+from fagen.records.store import Card, Record, Store, digest, save_records
 
 H100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]
 H20 = KNOWN_DEVICES["NVIDIA H20"]
@@ -274,10 +274,10 @@ def test_a_choice_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     path = tmp_path / "records.yaml"
     save_records(path, [EXACT])
     opened = Store(path)
-    with caplog.at_level(logging.INFO, logger="fagen.dispatch"):
+    with caplog.at_level(logging.INFO, logger="fagen.records.dispatch"):
         for _ in range(3):
             choose(PROBLEM, SHAPE, H200, store=opened)
-    [message] = [r.getMessage() for r in caplog.records if r.name == "fagen.dispatch"]
+    [message] = [r.getMessage() for r in caplog.records if r.name == "fagen.records.dispatch"]
     assert "measured for this device" in message
 
 
@@ -285,7 +285,7 @@ def test_choosing_imports_neither_jinja2_nor_optuna(tmp_path: Path) -> None:
     path = tmp_path / "records.yaml"
     save_records(path, [EXACT])
     code = (
-        "import sys; from fagen import dispatch, problem, device;"
+        "import sys; from fagen import problem, device; from fagen.records import dispatch;"
         "p = problem.Problem(dtype='bf16', head_dim=128, causal=True);"
         "s = problem.Shape(batch=4, seqlen_q=4096, seqlen_k=4096, heads_q=16, heads_kv=16);"
         "c = dispatch.choose(p, s, device.KNOWN_DEVICES['NVIDIA H200']);"

@@ -10,16 +10,16 @@ import pytest
 from records import H200, some_record
 
 from fagen import __version__
-from fagen.compile import compile_kernel
-from fagen.config import AnyConfig
+from fagen.build.compile import compile_kernel
+from fagen.build.emit import emit, emit_all
+from fagen.build.render import kernel_name, render
 from fagen.device import architecture, typical_device
-from fagen.emit import emit, emit_all
 from fagen.errors import ArgumentError, ConfigError
 from fagen.files import write_files
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import default_config
 from fagen.problem import Problem
-from fagen.render import kernel_name, render
-from fagen.space import default_config
-from fagen.store import Card, Record
+from fagen.records.store import Card, Record
 
 SM90 = architecture("sm90")
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)

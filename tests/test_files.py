@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from full_disk import no_file_beyond
 
-from fagen import cli
+from fagen.cli import app as cli
 from fagen.errors import ArgumentError, WriteError
 from fagen.files import write_file, write_files
 

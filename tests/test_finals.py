@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fagen.blocklist import Blocklist, Guard
-from fagen.compile import Compiled, Resources
-from fagen.config import AnyConfig, Sm90Forward
+from fagen.build.compile import Compiled, Resources
 from fagen.errors import DeviceError
-from fagen.finals import FINALISTS, finalists, paired_ratio, pick_winner, side_by_side
-from fagen.outcome import Measured, Rejected, Tried
+from fagen.kernels.config import AnyConfig, Sm90Forward
 from fagen.problem import Problem, Shape
-from fagen.worker import Candidate, Worker
+from fagen.tuning.blocklist import Blocklist, Guard
+from fagen.tuning.finals import FINALISTS, finalists, paired_ratio, pick_winner, side_by_side
+from fagen.tuning.outcome import Measured, Rejected, Tried
+from fagen.tuning.worker import Candidate, Worker
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 ROUNDS = 11

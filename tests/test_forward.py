@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from fagen.compile import compile_kernel
-from fagen.config import TEMPLATES
-from fagen.driver import query_device
-from fagen.launch import LoadedKernel
+from fagen.build.compile import compile_kernel
+from fagen.judge.verify import verify
+from fagen.kernels.config import TEMPLATES
+from fagen.kernels.space import axes, default_config, why_illegal
 from fagen.problem import Dtype, Problem, Shape
-from fagen.space import axes, default_config, why_illegal
-from fagen.verify import verify
+from fagen.run.driver import query_device
+from fagen.run.launch import LoadedKernel
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fagen import __version__
+from fagen.build.emit import emit
 from fagen.device import architecture, typical_device
-from fagen.emit import emit
 from fagen.files import write_files
+from fagen.kernels.space import default_config
 from fagen.problem import Problem
-from fagen.space import default_config
 
 FOLDER = Path(__file__).parent / "golden"
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fagen.config import Sm90Forward
+from fagen.build.processes import in_processes
+from fagen.build.render import kernel_name, render
 from fagen.errors import FagenError
+from fagen.kernels.config import Sm90Forward
 from fagen.problem import Problem
-from fagen.processes import in_processes
-from fagen.render import kernel_name, render
 
 if TYPE_CHECKING:
-    from fagen.launch import LoadedKernel
+    from fagen.run.launch import LoadedKernel
 
 JITTERED = (
     "mbarrier_wait",
@@ -128,9 +128,9 @@ def without(source: str, line: str) -> str:
 
 
 def load(source: str, config: Sm90Forward) -> LoadedKernel:
-    from fagen.compile import compile_source
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
+    from fagen.build.compile import compile_source
+    from fagen.run.driver import query_device
+    from fagen.run.launch import LoadedKernel
 
     arch = query_device(0).arch
     if "forward_sm90" not in arch.templates:
@@ -143,7 +143,7 @@ def differing_runs(source: str, config: Sm90Forward, runs: int) -> int:
     import cupy
     import numpy as np
 
-    from fagen.launch import TensorView
+    from fagen.run.launch import TensorView
 
     kernel = load(source, config)
     shape = (4, 700, 32, PROBLEM.head_dim)  # several tiles for each block of a persistent grid
@@ -203,7 +203,7 @@ def test_a_missing_barrier_shows(name: str, barrier: str) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_jittered_text_compiles(config: Sm90Forward) -> None:
-    from fagen.compile import compile_source
+    from fagen.build.compile import compile_source
     from fagen.device import architecture
 
     source = with_jitter(render(PROBLEM, config))

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 from fake_driver import CONTEXT, KERNEL, FakeDriver, compiled
 
-from fagen import counters, driver
-from fagen.config import Sm80Forward, Sm90Forward
+from fagen.build.render import template_folder
 from fagen.errors import ArgumentError, CudaError, DeviceError, UnsupportedError
-from fagen.launch import (
+from fagen.kernels.config import Sm80Forward, Sm90Forward
+from fagen.problem import Problem
+from fagen.run import counters, driver
+from fagen.run.launch import (
     PARAMS,
     SCALE_OFFSET,
     Lengths,
@@ -24,8 +26,6 @@ from fagen.launch import (
     heads_per_group,
     scale_log2,
 )
-from fagen.problem import Problem
-from fagen.render import template_folder
 
 BF16_128 = Problem(dtype="bf16", head_dim=128)
 SM90 = Sm90Forward(block_m=128, block_n=176, block_k=64, stages=2)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from fagen import measure
-from fagen.compile import compile_source
-from fagen.cupy_device import helper_kernel, on_device
+from fagen.build.compile import compile_source
+from fagen.build.render import fold
 from fagen.device import architecture
 from fagen.errors import DeviceError
+from fagen.judge import measure
+from fagen.judge.cupy_device import helper_kernel, on_device
 from fagen.problem import Problem, Shape
-from fagen.render import fold
 
 
 def test_spread_is_the_middle_half_over_the_median() -> None:
@@ -100,7 +100,7 @@ def spinner(microseconds: int) -> measure.Call:
     """A call that takes so long on the device."""
     import cupy
 
-    from fagen.driver import query_device
+    from fagen.run.driver import query_device
 
     module = cupy.cuda.Module()
     module.load(compile_source(SPIN, query_device(0).arch, "spin").cubin)
@@ -174,7 +174,7 @@ def test_a_call_that_waits_is_an_error() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_inputs_are_standard_normal(dtype: str) -> None:
-    from fagen.reference import NUMPY_DTYPE
+    from fagen.judge.reference import NUMPY_DTYPE
 
     problem = Problem.model_validate({"dtype": dtype, "head_dim": 64})
     shape = Shape(batch=1, seqlen_q=512, seqlen_k=256, heads_q=8, heads_kv=4)
@@ -190,10 +190,10 @@ def test_inputs_are_standard_normal(dtype: str) -> None:
 
 @pytest.mark.gpu
 def test_measure_a_kernel() -> None:
-    from fagen.compile import compile_kernel
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
-    from fagen.space import default_config
+    from fagen.build.compile import compile_kernel
+    from fagen.kernels.space import default_config
+    from fagen.run.driver import query_device
+    from fagen.run.launch import LoadedKernel
 
     device = query_device(0)
     problem = Problem(dtype="bf16", head_dim=64)

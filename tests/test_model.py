@@ -21,10 +21,12 @@ import pytest
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from fagen.compile import Resources
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.build.compile import Resources
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
-from fagen.model import (
+from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.kernels.space import default_config
+from fagen.problem import Problem, Shape
+from fagen.tuning.model import (
     STATIC_TILE_KEYS,
     Steps,
     memory_us,
@@ -34,8 +36,6 @@ from fagen.model import (
     step_of,
     steps_of_head,
 )
-from fagen.problem import Problem, Shape
-from fagen.space import default_config
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 TESTS = Path(__file__).parent

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from records import some_record
 
-from fagen.compile import Compiled
-from fagen.config import AnyConfig
+from fagen.build.compile import Compiled
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, DeviceError
-from fagen.legal import LegalSet
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import default_config
 from fagen.problem import Problem, Shape
-from fagen.recheck import Rechecked, recheck
-from fagen.search import Study
-from fagen.space import default_config
-from fagen.store import Card, Record
-from fagen.studies import open_storage, study_name
-from fagen.worker import Candidate, DeviceReport, Worker
+from fagen.records.store import Card, Record
+from fagen.show.recheck import Rechecked, recheck
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.loop import Study
+from fagen.tuning.search.studies import open_storage, study_name
+from fagen.tuning.worker import Candidate, DeviceReport, Worker
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=64)
@@ -140,7 +140,7 @@ def test_records_of_other_cards_and_predictions_are_left_out() -> None:
 
 @pytest.mark.gpu
 def test_on_a_device() -> None:
-    from fagen.driver import query_device
+    from fagen.run.driver import query_device
 
     device = query_device(0)
     best = default_config(PROBLEM, device)

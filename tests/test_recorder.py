@@ -13,13 +13,15 @@ import pytest
 from fake_driver import FLOAT16, FakeDriver, FakeTensor, compiled, fake_torch
 
 import fagen
-from fagen import api, arrays, recorder, store
+from fagen import api
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
+from fagen.kernels.space import default_config
 from fagen.problem import Problem, Shape
-from fagen.space import default_config
-from fagen.store import Calls, load_calls, save_calls
-from fagen.tasks import Task, tasks_from
+from fagen.records import recorder, store
+from fagen.records.store import Calls, load_calls, save_calls
+from fagen.run import arrays
+from fagen.tuning.tasks import Task, tasks_from
 
 BF16 = Problem(dtype="bf16", head_dim=128)
 H200 = KNOWN_DEVICES["NVIDIA H200"]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fagen import reference
-from fagen.compile import compile_source
+from fagen.build.compile import compile_source
+from fagen.build.render import NUMBER, fold
 from fagen.device import architecture
+from fagen.judge import reference
+from fagen.judge.reference import NUMPY_DTYPE
+from fagen.judge.verify import random_inputs
 from fagen.problem import DTYPES, Dtype, Problem, Shape
-from fagen.reference import NUMPY_DTYPE
-from fagen.render import NUMBER, fold
-from fagen.verify import random_inputs
 
 ULP: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # at 1
 
@@ -132,7 +132,7 @@ def test_kernel_equals_numpy(
 ) -> None:
     import cupy
 
-    from fagen.launch import TensorView
+    from fagen.run.launch import TensorView
 
     shape = Shape(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_kv=2)
     inputs = random_inputs(dtype, head_dim, shape)

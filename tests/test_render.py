@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from fagen import render
-from fagen.compile import Compiled, compile_many
-from fagen.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.build import render
+from fagen.build.compile import Compiled, compile_many
 from fagen.device import architecture, typical_device
+from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.kernels.space import axes, default_config, why_illegal
 from fagen.problem import Problem
-from fagen.space import axes, default_config, why_illegal
 
 SM90 = typical_device(architecture("sm90"))
 TEMPLATES = ("forward_sm80", "forward_sm90")
@@ -43,9 +43,9 @@ def test_the_same_arguments_give_the_same_text(template: str) -> None:
 
 def test_text_does_not_depend_on_process_folder_or_hash_seed(tmp_path: Path) -> None:
     code = f"""
-from fagen.config import parse_config
+from fagen.kernels.config import parse_config
 from fagen.problem import Problem
-from fagen.render import render
+from fagen.build.render import render
 config = parse_config({BASES["forward_sm90"].model_dump()!r})
 print(render(Problem(**{PROBLEM.model_dump()!r}), config), end="")
 """

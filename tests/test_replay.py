@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fagen.config import AnyConfig
-from fagen.legal import LegalSet
-from fagen.objective import predicted
-from fagen.outcome import Outcome, Tried
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import default_config
 from fagen.problem import Shape
-from fagen.report import summarise
-from fagen.search import Results, Study, search
-from fagen.space import default_config
-from fagen.statistics import spearman
-from fagen.studies import read_studies
+from fagen.show.report import summarise
+from fagen.tuning.objective import predicted
+from fagen.tuning.outcome import Outcome, Tried
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.loop import Results, Study, search
+from fagen.tuning.search.statistics import spearman
+from fagen.tuning.search.studies import read_studies
 
 TABLES = sorted((Path(__file__).parent / "tables").glob("*.journal.gz"))
 AHEAD = 16

@@ -11,14 +11,13 @@ from pathlib import Path
 import optuna
 import pytest
 
-from fagen import cli
-from fagen.config import Sm90Forward
+from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.legal import LegalSet
-from fagen.outcome import Measured, Outcome, Rejected, Tried
+from fagen.kernels.config import Sm90Forward
+from fagen.kernels.space import default_config
 from fagen.problem import Problem, Shape
-from fagen.report import (
+from fagen.show.report import (
     Report,
     exp2_ceiling,
     importance,
@@ -27,11 +26,12 @@ from fagen.report import (
     summarise,
     tensor_ceiling,
 )
-from fagen.results import Cell, Results
-from fagen.search import Study
-from fagen.space import default_config
-from fagen.statistics import spearman
-from fagen.studies import open_storage, read_studies, study_name
+from fagen.show.results import Cell, Results
+from fagen.tuning.outcome import Measured, Outcome, Rejected, Tried
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.loop import Study
+from fagen.tuning.search.statistics import spearman
+from fagen.tuning.search.studies import open_storage, read_studies, study_name
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
@@ -169,7 +169,7 @@ def test_a_file_in_place_of_the_folder_shows_before_the_plots_are_drawn(tmp_path
 
 
 def test_no_password_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fagen.report.read_studies", lambda storage, studies: [])
+    monkeypatch.setattr("fagen.show.report.read_studies", lambda storage, studies: [])
     with pytest.raises(ArgumentError, match=r"me:\*\*\*@host/db holds no study"):
         report("postgresql://me:secret@host/db", tmp_path)
 

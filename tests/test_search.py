@@ -14,16 +14,16 @@ import numpy as np
 import optuna
 import pytest
 
-from fagen.config import AnyConfig, Sm80Forward, parse_config
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, StoreError
-from fagen.legal import LegalSet
-from fagen.model import predict
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig, Sm80Forward, parse_config
+from fagen.kernels.space import default_config, why_illegal
 from fagen.problem import Problem, Shape
-from fagen.search import Results, Study, search
-from fagen.space import default_config, why_illegal
-from fagen.studies import open_storage
+from fagen.tuning.model import predict
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.loop import Results, Study, search
+from fagen.tuning.search.studies import open_storage
 
 PROBLEM = Problem(dtype="bf16", head_dim=64)
 SHAPE = Shape(batch=8, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
@@ -138,7 +138,7 @@ def test_search_asks_legal_configs_once_each(legal: LegalSet, table: Table, samp
 def test_a_sampler_names_the_packages_that_it_lacks(
     legal: LegalSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fagen.search.find_spec", lambda package: None)
+    monkeypatch.setattr("fagen.tuning.search.loop.find_spec", lambda package: None)
     with pytest.raises(MissingDependencyError, match="pip install scipy torch"):
         Study("table", legal, sampler="gp", seed=1)
 
@@ -364,12 +364,12 @@ def test_kill_9_loses_only_what_is_in_flight(legal: LegalSet, table: Table, tmp_
     path = tmp_path / "trials.journal"
     program = textwrap.dedent(
         f"""
-        from fagen.outcome import Measured
+        from fagen.tuning.outcome import Measured
         from fagen.device import KNOWN_DEVICES
         from fagen.problem import Problem
-        from fagen.legal import LegalSet
-        from fagen.search import Study
-        from fagen.studies import open_storage
+        from fagen.tuning.search.legal import LegalSet
+        from fagen.tuning.search.loop import Study
+        from fagen.tuning.search.studies import open_storage
         legal = LegalSet(Problem(dtype="bf16", head_dim=64),
                          KNOWN_DEVICES[{DEVICE.name!r}], {TEMPLATE!r}, fixed={FIXED!r})
         study = Study("table", legal, storage=open_storage({str(path)!r}))

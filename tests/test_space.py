@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from fagen import render
-from fagen.compile import Compiled, compile_many, compile_source
-from fagen.config import (
+from fagen.build import render
+from fagen.build.compile import Compiled, compile_many, compile_source
+from fagen.device import ARCHITECTURES, Device, architecture, typical_device
+from fagen.errors import ArgumentError, CompileError
+from fagen.kernels.config import (
     TEMPLATES,
     AnyConfig,
     Sm80Forward,
@@ -23,11 +25,9 @@ from fagen.config import (
     parse_config,
     round_up,
 )
-from fagen.device import ARCHITECTURES, Device, architecture, typical_device
-from fagen.errors import ArgumentError, CompileError
-from fagen.legal import LegalSet
+from fagen.kernels.space import axes, default_config, legal_configs, why_illegal
 from fagen.problem import Problem
-from fagen.space import axes, default_config, legal_configs, why_illegal
+from fagen.tuning.search.legal import LegalSet
 
 SEED = 20
 HEAD_DIMS = (64, 96, 128, 192, 256)

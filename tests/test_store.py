@@ -15,11 +15,11 @@ from full_disk import no_file_beyond
 from pydantic import ValidationError
 from records import H200, some_record
 
-from fagen import store
 from fagen.errors import StoreError, WriteError
+from fagen.kernels.space import default_config
 from fagen.problem import Problem
-from fagen.space import default_config
-from fagen.store import (
+from fagen.records import store
+from fagen.records.store import (
     Record,
     Store,
     check_can_save,

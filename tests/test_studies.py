@@ -18,11 +18,11 @@ import postgres
 import pytest
 from recorded import Known, known, legal_set, search_recorded
 
-from fagen import studies
 from fagen.errors import ArgumentError, StoreError, WriteError
-from fagen.outcome import Measured, Rejected
-from fagen.search import Study
-from fagen.studies import open_storage, read_studies
+from fagen.tuning.outcome import Measured, Rejected
+from fagen.tuning.search import studies
+from fagen.tuning.search.loop import Study
+from fagen.tuning.search.studies import open_storage, read_studies
 
 
 @pytest.fixture(scope="module")

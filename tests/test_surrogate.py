@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES
-from fagen.legal import LegalSet
-from fagen.model import predict
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig
 from fagen.problem import Problem, standard_shape
-from fagen.surrogate import Surrogate
+from fagen.tuning.model import predict
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.search.surrogate import Surrogate
 
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
 SHAPE = standard_shape(128, 4096, 4096)

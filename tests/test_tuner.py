@@ -15,16 +15,20 @@ import optuna
 import pytest
 from records import some_record
 
-from fagen import candidates, finals, prediction
-from fagen import tuner as tuning
-from fagen.bench import HEAD_DIMS, SEQLENS
-from fagen.blocklist import Blocklist
-from fagen.candidates import known_configs
-from fagen.compile import Compiled, Resources
-from fagen.config import AnyConfig
+from fagen.build.compile import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError
-from fagen.events import (
+from fagen.kernels.config import AnyConfig
+from fagen.kernels.space import default_config, why_illegal
+from fagen.problem import Problem, Shape, standard_shape
+from fagen.records.store import CONFIG_VARIABLE, Card, load_records, save_records
+from fagen.show.bench import HEAD_DIMS, SEQLENS
+from fagen.show.report import summarise
+from fagen.tuning import candidates, finals, prediction
+from fagen.tuning import tuner as tuning
+from fagen.tuning.blocklist import Blocklist
+from fagen.tuning.candidates import known_configs
+from fagen.tuning.events import (
     Event,
     ModelJudged,
     Notice,
@@ -34,16 +38,12 @@ from fagen.events import (
     TaskStarted,
     TrialDone,
 )
-from fagen.model import predict
-from fagen.outcome import Measured, Outcome, Rejected
-from fagen.problem import Problem, Shape, standard_shape
-from fagen.report import summarise
-from fagen.space import default_config, why_illegal
-from fagen.store import CONFIG_VARIABLE, Card, load_records, save_records
-from fagen.studies import default_storage, last_storage, open_storage, read_studies
-from fagen.tasks import Task, companions, standard_tasks, tasks_from
-from fagen.tuner import TuneResult, estimate_seconds, tune
-from fagen.worker import TORCH, Candidate, DeviceReport, Worker
+from fagen.tuning.model import predict
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.studies import default_storage, last_storage, open_storage, read_studies
+from fagen.tuning.tasks import Task, companions, standard_tasks, tasks_from
+from fagen.tuning.tuner import TuneResult, estimate_seconds, tune
+from fagen.tuning.worker import TORCH, Candidate, DeviceReport, Worker
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 GRID_B = Path(__file__).parents[1] / "benchmarks" / "grid_b.yaml"
@@ -499,7 +499,7 @@ def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tuning, "compiled_ahead", compiled)
     monkeypatch.setattr(prediction, "compiled_ahead", compiled)
-    monkeypatch.setattr("fagen.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
+    monkeypatch.setattr("fagen.kernels.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
     unlike = [config.model_copy(update=alike) for config, _ in worker.evaluated]

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from wrong.bugs import BUGS
 
-from fagen import reference, verify
-from fagen.compile import compile_source
-from fagen.config import Sm90Forward
+from fagen.build.compile import compile_source
+from fagen.build.render import kernel_name, render
 from fagen.device import architecture, typical_device
+from fagen.judge import reference, verify
+from fagen.judge.reference import NUMPY_DTYPE, by_row
+from fagen.judge.verify import Expected, expect, judge, random_inputs
+from fagen.kernels.config import Sm90Forward
+from fagen.kernels.space import default_config
 from fagen.problem import DTYPES, Dtype, Problem, Shape
-from fagen.reference import NUMPY_DTYPE, by_row
-from fagen.render import kernel_name, render
-from fagen.space import default_config
-from fagen.verify import Expected, expect, judge, random_inputs
 
 Array = np.ndarray[Any, Any]
 SHAPE = Shape(batch=1, seqlen_q=90, seqlen_k=70, heads_q=2, heads_kv=1)  # causal: 20 empty rows
@@ -338,8 +338,8 @@ def test_planted_bugs_compile(name: str, template: str, arch: str) -> None:
 @pytest.mark.parametrize("template", ["forward_sm80", "forward_sm90"])
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_refused(name: str, template: str) -> None:
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
+    from fagen.run.driver import query_device
+    from fagen.run.launch import LoadedKernel
 
     device = query_device(0)
     if template not in device.arch.templates:
@@ -359,9 +359,9 @@ def test_planted_bugs_are_refused(name: str, template: str) -> None:
 
 @pytest.mark.gpu
 def test_sample_of_a_large_shape() -> None:
-    from fagen.compile import compile_kernel
-    from fagen.driver import query_device
-    from fagen.launch import LoadedKernel
+    from fagen.build.compile import compile_kernel
+    from fagen.run.driver import query_device
+    from fagen.run.launch import LoadedKernel
 
     device = query_device(0)
     problem = PROBLEMS[True]

@@ -17,9 +17,9 @@ import pytest
 from alive import is_alive, wait_until_dead
 
 from fagen.errors import DeviceError
-from fagen.outcome import Measured, Outcome, Rejected
 from fagen.problem import Problem, Shape
-from fagen.worker import Worker, _torch_call
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.worker import Worker, _torch_call
 
 ACT = "bad_evaluators:act"
 SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
@@ -139,7 +139,7 @@ def test_the_worker_dies_with_its_parent(tmp_path: Path) -> None:
     """In the middle of a kernel, and though the parent has no time to say so."""
     program = textwrap.dedent(
         f"""
-        from fagen.worker import Worker
+        from fagen.tuning.worker import Worker
         if __name__ == "__main__":
             Worker(evaluator={ACT!r}).evaluate("hang-deaf {tmp_path / "pid"}", None, None, None)
         """
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_request_and_the_process(worker: Worker) -> None:
 
 
 def test_no_device_is_one_line() -> None:
-    from fagen import driver
+    from fagen.run import driver
 
     try:
         driver.device_count()

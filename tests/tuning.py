@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fagen.config import AnyConfig
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.outcome import Measured, Outcome
+from fagen.kernels.config import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.tasks import Task
-from fagen.tuner import TuneResult, tune
-from fagen.worker import TORCH, DeviceReport, Worker
+from fagen.tuning.outcome import Measured, Outcome
+from fagen.tuning.tasks import Task
+from fagen.tuning.tuner import TuneResult, tune
+from fagen.tuning.worker import TORCH, DeviceReport, Worker
 
 A100 = KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"]
 SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=4, heads_kv=4)

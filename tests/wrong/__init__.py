@@ -1,1 +1,1 @@
-"""Kernels with planted bugs, which `fagen.verify` must refuse, and kernels that attack."""
+"""Kernels with planted bugs, which `fagen.judge.verify` must refuse, and kernels that attack."""

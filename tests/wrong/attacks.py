@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fagen.compile import Compiled, compile_source
-from fagen.config import AnyConfig
+from fagen.build.compile import Compiled, compile_source
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.model import predict
-from fagen.outcome import Measured, Outcome, Rejected
+from fagen.kernels.config import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.store import digest
-from fagen.worker import evaluate_on_device
+from fagen.records.store import digest
+from fagen.tuning.model import predict
+from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.worker import evaluate_on_device
 from wrong.bugs import BUGS
 
 TEMPLATE = "forward_sm90"

@@ -1,0 +1,1 @@
+"""From a config to files: text, cubin, and what `fagen emit` writes."""

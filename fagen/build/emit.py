@@ -1,0 +1,192 @@
+"""A kernel as files to keep, for people who leave Python behind.
+
+`emit` answers with the files of one kernel, `emit_all` with those of an architecture's records,
+`files.write_files` puts them into a folder. In the format "cu" a kernel is four files that need
+nothing of fagen any more:
+
+    NAME.cu        the kernel, under a header comment with its config and where that came from
+    NAME.h         the declaration of NAME_launch
+    NAME_host.cu   NAME_launch: checks, tensor maps, grid; includes NAME.cu
+    NAME_main.cu   a check against the CPU; includes NAME_host.cu, so that one nvcc line builds it
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal, get_args
+
+from fagen import __version__
+from fagen.build.render import NUMBER, fold, kernel_name, render
+from fagen.device import Architecture, typical_device
+from fagen.errors import ArgumentError, ConfigError
+from fagen.kernels.config import AnyConfig, Sm90Forward
+from fagen.kernels.space import default_config, why_illegal
+from fagen.problem import Problem
+
+if TYPE_CHECKING:
+    from fagen.records.store import Record
+
+Format = Literal["cu", "ptx", "cubin"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_MAP_TYPE = {"bf16": "BFLOAT16", "fp16": "FLOAT16"}
+_ROUNDOFF = {"bf16": "0x1p-8", "fp16": "0x1p-11"}  # half a unit in the last place of 1
+
+
+def emit(
+    problem: Problem,
+    config: AnyConfig,
+    arch: Architecture,
+    *,
+    record: Record | None = None,
+    format: str = "cu",
+    name: str | None = None,
+) -> dict[str, str | bytes]:
+    """The files of one kernel: file name -> content. Writes nothing.
+
+    Args:
+        record: where `config` comes from; None for a config that nobody tuned.
+        format: "cu" for sources, "ptx" or "cubin" for what NVRTC makes of the kernel alone
+            (its symbol is `render.kernel_name(problem)`).
+        name: what the files and the launcher are called; PROBLEM_ARCH if None, such as
+            "forward_bf16_d128_causal_sm90".
+
+    Raises:
+        ArgumentError: for an unknown format, or a name that is no C identifier.
+        ConfigError: for a config that is illegal for the problem on this architecture.
+        CompileError: if NVRTC refuses the kernel ("ptx" and "cubin" only).
+    """
+    name = name or default_name(problem, arch)
+    if format not in FORMATS:
+        raise ArgumentError(f"unknown format {format!r}: allowed are {', '.join(FORMATS)}")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ArgumentError(f"name {name!r} is no C identifier: use letters, digits and _")
+    reason = why_illegal(config, problem, typical_device(arch))
+    if reason:
+        raise ConfigError(f"{config} is illegal for {problem} on {arch.name}: {reason}")
+    if format == "cu":
+        return _sources(problem, config, arch, record, name)
+
+    from fagen.build.compile import compile_kernel, to_ptx
+
+    if format == "cubin":
+        return {f"{name}.cubin": compile_kernel(problem, config, arch).cubin}
+    return {f"{name}.ptx": to_ptx(render(problem, config), arch, kernel_name(problem))}
+
+
+def emit_all(
+    arch: Architecture, records: Iterable[Record], *, format: str = "cu"
+) -> dict[str, str | bytes]:
+    """The files of every record, as `emit` gives them.
+
+    Where records share a problem, the bucket joins their names, and the device where they share
+    that too.
+
+    Args:
+        records: those of `arch`; others are left out. Of several for one device, problem and
+            bucket the first counts.
+
+    Raises:
+        ArgumentError: if no record is of `arch`, or as `emit` does.
+    """
+    best: dict[object, Record] = {}
+    for record in records:
+        if record.device.arch == arch.name:
+            best.setdefault(record.key, record)
+    if not best:
+        raise ArgumentError(
+            f"no record of {arch.name}: run `fagen tune --arch {arch.name}`, or name a problem "
+            "with --dtype and --head-dim to emit its default config"
+        )
+    files: dict[str, str | bytes] = {}
+    chosen = list(best.values())
+    for name, record in zip(_names(arch, chosen), chosen, strict=True):
+        files |= emit(record.problem, record.config, arch, record=record, format=format, name=name)
+    return files
+
+
+def default_name(problem: Problem, arch: Architecture) -> str:
+    """What a kernel's files are called if nobody says otherwise."""
+    return f"{problem.name}_{arch.name}"
+
+
+def _sources(
+    problem: Problem, config: AnyConfig, arch: Architecture, record: Record | None, name: str
+) -> dict[str, str | bytes]:
+    values = {
+        "stem": name,
+        "problem": problem,
+        "arch": arch,
+        "target": arch.target,
+        "kernel_name": kernel_name(problem),
+        "smem_bytes": config.smem_bytes(problem),
+        "alignment": problem.alignment,
+        "tile_rows": "kTileRows" if isinstance(config, Sm90Forward) else "kBlockM",
+        "tma": isinstance(config, Sm90Forward),
+        "persistent": config.is_persistent,
+        "dynamic_tiles": config.draws_tiles,
+        "map_type": _MAP_TYPE[problem.dtype],
+        "roundoff": _ROUNDOFF[problem.dtype],
+        **NUMBER[problem.dtype],
+    }
+    return {
+        f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),
+        f"{name}.h": fold("emit_header.h", **values),
+        f"{name}_host.cu": fold("emit_host.cu", **values),
+        f"{name}_main.cu": fold("emit_main.cu", **values),
+    }
+
+
+def _header(
+    problem: Problem, config: AnyConfig, arch: Architecture, record: Record | None, name: str
+) -> str:
+    """The comment above a kernel: what it is, how good it is known to be, how to build it."""
+    if record is not None:
+        origin = list(_provenance(record))
+    elif config == default_config(problem, typical_device(arch), config.template):
+        origin = [("tuned", "default config, not tuned")]
+    else:
+        origin = [("tuned", "config chosen by hand, not tuned")]
+    lines = [
+        f"{name}.cu, written by fagen {__version__} for {arch.name}.",
+        "",
+        f"  config  {config}",
+        *(f"  {word:<6}  {text}" for word, text in origin),
+        f"  launch  {config.threads} threads, {config.smem_bytes(problem)} "
+        f"bytes of dynamic shared memory; {name}_host.cu does it",
+        f"  build   nvcc -std=c++17 -arch={arch.target} -c {name}.cu",
+    ]
+    return "".join(f"// {line}".rstrip() + "\n" for line in lines) + "\n"
+
+
+def _provenance(record: Record) -> Iterator[tuple[str, str]]:
+    """Where a tuned config comes from, as lines of (word, text)."""
+    result, origin = record.result, record.provenance
+    verb = "on" if record.measured else "for"
+    yield "tuned", f"{result.kind} {verb} {record.device}, {origin.date}, {result.trials} configs"
+    yield "speed", f"{result.median_us:g} us, {result.tflops:g} TFLOP/s at {record.shape}"
+    for ratio, other in (
+        (result.speedup_over_default, "the default config"),
+        (result.speedup_over_torch, "torch SDPA"),
+    ):
+        if ratio is not None:
+            yield "", f"{ratio:g} times the speed of {other}"
+    driver = f", driver {origin.driver}" if origin.driver else ""
+    yield "with", f"fagen {origin.fagen}, NVRTC {origin.nvrtc}{driver}"
+
+
+def _names(arch: Architecture, records: list[Record]) -> list[str]:
+    """A name for each record, no longer than it takes to tell them apart."""
+
+    def told_apart(names: list[str], suffixes: list[str]) -> list[str]:
+        shared = Counter(names)
+        return [
+            f"{name}_{suffix}" if shared[name] > 1 else name
+            for name, suffix in zip(names, suffixes, strict=True)
+        ]
+
+    names = [default_name(record.problem, arch) for record in records]
+    names = told_apart(names, [str(record.bucket) for record in records])
+    devices = [re.sub(r"\W+", "_", record.device.key).strip("_").lower() for record in records]
+    return told_apart(names, devices)

@@ -1,0 +1,1 @@
+"""All that knows a template: its configs, its rules, its launches."""

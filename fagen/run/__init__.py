@@ -1,0 +1,1 @@
+"""From arrays to a launch: the only package that talks to the driver."""

@@ -1,0 +1,399 @@
+"""fagen beside its peers, on one grid, in one run: what `fagen bench` measures.
+
+Each output is checked against float64 on sampled rows before it is timed; a wrong one is reported
+and not timed. Whoever raises an error is reported as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import numpy as np
+
+from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.judge import reference
+from fagen.judge.reference import EPSILON, NUMPY_DTYPE
+from fagen.kernels.config import as_argument_error
+from fagen.problem import TOKENS, Dtype, Problem, Shape, standard_shape
+from fagen.show.peers import PEERS, Call, Inputs
+from fagen.show.results import Cell, Grid, Results
+
+if TYPE_CHECKING:
+    from fagen.kernels.config import AnyConfig
+    from fagen.records.store import Store
+    from fagen.run.launch import TensorView
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128, 256)
+DEFAULT_PEERS = ("fa3", "fa4", "cudnn", "fa2")  # flex compiles for each shape: seconds
+GRIDS: tuple[Grid, ...] = get_args(Grid)
+SAMPLED_ROWS = 64
+
+
+# ---- grids ----
+
+
+class Point(NamedTuple):
+    """What is measured, and what sets its shape apart from the standard one."""
+
+    problem: Problem
+    shape: Shape
+    note: str = ""
+
+
+def grid_points(
+    grid: Grid,
+    dtype: str,
+    seqlens: Sequence[int] | None = None,
+    head_dims: Sequence[int] | None = None,
+) -> list[Point]:
+    """The points of a grid.
+
+    - A and C: the standard shapes, of any lengths and head dims.
+    - B: other head dims, grouped heads, a half-empty GPU, few queries on many keys; lengths and
+      head dims choose among them.
+
+    Raises:
+        ArgumentError: for a dtype, length or head dim that is not allowed.
+    """
+    with as_argument_error():
+        if grid != "B":
+            return _squares(dtype, head_dims or HEAD_DIMS, seqlens or SEQLENS)
+        points = [
+            *_squares(dtype, (96, 160, 192), SEQLENS),
+            *_squares(dtype, (128,), SEQLENS, "32/8 heads", heads=32, heads_kv=8),
+            *_squares(dtype, (128,), SEQLENS, "64/8 heads", heads=64, heads_kv=8),
+            *_squares(dtype, (128,), SEQLENS[1:5], "batch 1, 8 heads", batch=1, heads=8),
+            *_points(dtype, (128,), [(n, 8192) for n in (128, 512)], "8k keys", batch=2),
+        ]
+    return [
+        point
+        for point in points
+        if point.problem.head_dim in (head_dims or [point.problem.head_dim])
+        and point.shape.seqlen_q in (seqlens or [point.shape.seqlen_q])
+    ]
+
+
+def _squares(
+    dtype: str, head_dims: Sequence[int], seqlens: Sequence[int], note: str = "", **sizes: int
+) -> list[Point]:
+    return _points(dtype, head_dims, [(n, n) for n in seqlens], note, **sizes)
+
+
+def _points(
+    dtype: str,
+    head_dims: Sequence[int],
+    lengths: Sequence[tuple[int, int]],
+    note: str,
+    **sizes: int,
+) -> list[Point]:
+    """Full and causal, of these lengths of Q and K, and sizes as of `standard_shape`."""
+    return [
+        Point(
+            Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal}),
+            standard_shape(head_dim, seqlen_q, seqlen_k, **sizes),
+            note,
+        )
+        for head_dim in head_dims
+        for causal in (False, True)
+        for seqlen_q, seqlen_k in lengths
+    ]
+
+
+# ---- inputs ----
+
+
+class _Memory:
+    """Random normal numbers for Q, K and V: made once, cut into each point's shape."""
+
+    def __init__(self, points: Sequence[Point], device_index: int) -> None:
+        dice = np.random.default_rng(0)
+        dtype = points[0].problem.dtype
+        counts = [[math.prod(dims) for dims in _dims(p.problem, p.shape)] for p in points]
+        self._device_index = device_index
+        self._host = []
+        self._device = []
+        for count in map(max, zip(*counts, strict=True)):
+            rounded = dice.standard_normal(count, dtype=np.float32).astype(NUMPY_DTYPE[dtype])
+            self._host.append(rounded.astype(np.float32))
+            self._device.append(self._to_device(rounded, dtype))
+
+    def _to_device(self, rounded: Any, dtype: Dtype) -> Any:
+        if not find_spec("torch"):
+            import cupy
+
+            with cupy.cuda.Device(self._device_index):
+                return cupy.asarray(rounded)
+        import torch
+
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        bits = torch.from_numpy(rounded.view(np.int16))
+        return bits.to(f"cuda:{self._device_index}").view(kind)
+
+    def cut(self, problem: Problem, shape: Shape) -> Inputs:
+        def each(arrays: Sequence[Any]) -> list[Any]:
+            both = zip(arrays, _dims(problem, shape), strict=True)
+            return [flat[: math.prod(dims)].reshape(dims) for flat, dims in both]
+
+        q, k, v = each(self._device)
+        host_q, host_k, host_v = each(self._host)
+        return Inputs(problem, shape, self._device_index, q, k, v, (host_q, host_k, host_v))
+
+
+def _dims(problem: Problem, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """Of Q, K and V."""
+    kv = (shape.batch, shape.seqlen_k, shape.heads_kv, problem.head_dim)
+    return (shape.batch, shape.seqlen_q, shape.heads_q, problem.head_dim), kv, kv
+
+
+# ---- fagen itself ----
+
+
+def _empty_like(array: Any) -> Any:
+    if hasattr(array, "new_empty"):  # torch
+        return array.new_empty(array.shape)
+    import cupy
+
+    with array.device:
+        return cupy.empty_like(array)
+
+
+def _view(array: Any) -> TensorView:
+    from fagen.run.launch import TensorView
+
+    pointer = array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr
+    return TensorView.contiguous(pointer, tuple(array.shape))
+
+
+def _own(x: Inputs, config: AnyConfig, *, with_lse: bool = False) -> Call:
+    """A kernel of fagen's, launched without its Python front: host time is outside anyhow."""
+    import cupy
+
+    from fagen.build.compile import compile_kernel
+    from fagen.judge.cupy_device import on_device
+    from fagen.run import driver
+    from fagen.run.launch import LoadedKernel
+
+    arch = driver.query_device(x.device_index).arch
+    kernel = LoadedKernel(compile_kernel(x.problem, config, arch), x.problem, config)
+    out = _empty_like(x.q)
+    q, k, v, o = (_view(array) for array in (x.q, x.k, x.v, out))
+    scale = 1 / math.sqrt(x.problem.head_dim)
+    with on_device(x.device_index):
+        rows = x.shape.batch * x.shape.heads_q * x.shape.seqlen_q
+        lse = cupy.empty(rows if with_lse else 0, np.float32)
+
+    def call(stream: int) -> Any:
+        lse_pointer = int(lse.data.ptr) if with_lse else 0
+        kernel.launch(q, k, v, o, lse_pointer, scale, device_index=x.device_index, stream=stream)
+        return out
+
+    return call
+
+
+# ---- the check ----
+
+
+class _Sample:
+    """Some rows of one head in float64, and how far from them a right output can be."""
+
+    def __init__(self, x: Inputs) -> None:
+        dice = np.random.default_rng(1)
+        seqlen = x.shape.seqlen_q
+        self.batch, self.head = x.shape.batch - 1, x.shape.heads_q - 1
+        self.rows = np.unique(np.r_[0, seqlen - 1, dice.integers(0, seqlen, SAMPLED_ROWS)])
+        q, k, v = (array[-1:, :, -1:] for array in x.host)  # the last heads go together
+        both = np.concatenate([v, np.abs(v)], axis=-1)
+        answers, _ = reference.attention(q, k, both, causal=x.problem.causal, queries=self.rows)
+        self.out, magnitude = np.split(answers[0, :, 0], 2, axis=-1)
+        # P and O are each rounded to the dtype once, by half an epsilon at the most; the factor
+        # 2 is for all that is float32.
+        self.allowed = 2 * EPSILON[x.problem.dtype] * magnitude + 1e-6
+
+    def why_wrong(self, out: Any) -> str | None:
+        """Why an output cannot be right, or None."""
+        sequence = out[self.batch]
+        host = sequence.float().cpu().numpy() if hasattr(sequence, "cpu") else sequence.get()
+        error = np.abs(host[self.rows, self.head].astype(np.float64) - self.out)
+        excess = np.where(np.isfinite(error), error / self.allowed, np.inf).max()
+        return f"wrong: off by {excess:.1f} times what rounding allows" if excess > 1 else None
+
+
+# ---- the run ----
+
+
+class _Bench:
+    """What the cells of one run share."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        points: Sequence[Point],
+        peers: Sequence[str],
+        store: Store | None,
+        sm80_store: Store | None,
+        device_index: int,
+    ) -> None:
+        from fagen.run.driver import query_device
+
+        self.device = query_device(device_index)
+        self.grid = grid
+        self.points = points
+        self.peers = () if grid == "C" else peers
+        self.store = store
+        self.sm80_store = sm80_store
+        self.device_index = device_index
+        self.absent: dict[str, str] = {}
+
+    @cached_property
+    def memory(self) -> _Memory:
+        return _Memory(self.points, self.device_index)
+
+    def cell(self, point: Point) -> Cell:
+        """Check and time every contestant on one point of the grid."""
+        from fagen.judge.measure import compare, read_clock
+        from fagen.records.dispatch import choose
+
+        problem, shape, note = point
+        x = self.memory.cut(problem, shape)
+        choice = choose(problem, shape, self.device, store=self.store)
+        calls, failed = self._right_calls(x, choice.config)
+        read_clock(self.device_index)  # what came before is not of this cell
+        times = compare(calls, device_index=self.device_index) if calls else {}
+        clock_mhz = read_clock(self.device_index) if calls else None
+        tflops = {name: shape.tflops(problem, float(np.median(us))) for name, us in times.items()}
+        limit = self.device.arch.mma_flops * self.device.sm_count * (clock_mhz or math.inf) * 1e-6
+        return Cell(
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            shape=shape,
+            note=note,
+            us={name: tuple(round(t, 3) for t in us) for name, us in times.items()},
+            tflops={name: round(speed, 1) for name, speed in tflops.items()},
+            clock_mhz=clock_mhz and round(clock_mhz),
+            tensor_share={name: round(speed / limit, 4) for name, speed in tflops.items()},
+            config=str(choice.config),
+            tier=choice.tier_name,
+            failed=failed,
+        )
+
+    def _right_calls(self, x: Inputs, config: AnyConfig) -> tuple[dict[str, Call], dict[str, str]]:
+        """The calls of the contestants whose output is right, and what is wrong with others."""
+        makers: dict[str, Callable[[], Call]] = {"fagen": lambda: _own(x, config)}
+        if self.grid == "C":
+            makers["fagen_lse"] = lambda: _own(x, config, with_lse=True)
+        elif config.template != "forward_sm80":
+            makers["fagen_sm80"] = lambda: _own(x, self._sm80_config(x.problem, x.shape))
+        makers |= {name: partial(PEERS[name].adapt, x) for name in self.peers}
+        sample = _Sample(x)
+        calls, failed = {}, {}
+        for name, make in makers.items():
+            try:
+                call = make()
+                why_wrong = sample.why_wrong(call(0))
+            except MissingDependencyError as error:
+                if name not in PEERS:
+                    raise
+                self.absent[name] = str(error)
+                continue
+            except Exception as error:  # a peer may raise anything where it does not fit
+                if name not in PEERS:
+                    raise
+                why_wrong = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if why_wrong:
+                failed[name] = why_wrong
+            else:
+                calls[name] = call
+        return calls, failed
+
+    def _sm80_config(self, problem: Problem, shape: Shape) -> AnyConfig:
+        """The sm80 template's best record for this card, or its default."""
+        from fagen.kernels.space import default_config
+        from fagen.records.dispatch import tier_table
+
+        store = self.sm80_store or self.store
+        offers = tier_table(problem, shape, self.device, store=store)
+        for tier in sorted(offers):
+            for offer in offers[tier]:
+                if offer.illegal is None and offer.config.template == "forward_sm80":
+                    return offer.config
+        return default_config(problem, self.device, "forward_sm80")
+
+    def versions(self) -> dict[str, str]:
+        import fagen
+        from fagen.build.compile import nvrtc_version
+        from fagen.run.driver import driver_version
+
+        versions = {
+            "fagen": fagen.__version__,
+            "driver": f"CUDA {driver_version()}",
+            "nvrtc": nvrtc_version(),
+        }
+        for name in self.peers:
+            if name not in self.absent:
+                versions |= PEERS[name].versions()
+        return versions
+
+
+def bench(
+    *,
+    grid: str = "A",
+    dtype: str = "bf16",
+    seqlens: Sequence[int] | None = None,
+    head_dims: Sequence[int] | None = None,
+    peers: Sequence[str] = DEFAULT_PEERS,
+    store: Store | None = None,
+    sm80_store: Store | None = None,
+    device_index: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Results:
+    """Time fagen and its peers; on grid C, fagen with and without the LSE.
+
+    Args:
+        grid, seqlens, head_dims: see `grid_points`.
+        store: the records that fagen dispatches from.
+        sm80_store: the records of fagen's sm80 template, where it is not the dispatched one.
+        progress: called with one line for every cell.
+
+    Raises:
+        ArgumentError: for a grid, dtype, length, head dim or peer that is not allowed.
+        DeviceError: if there is no such device.
+    """
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise ArgumentError(f"unknown peer {unknown[0]!r}: allowed are {', '.join(PEERS)}")
+    chosen = next((name for name in GRIDS if name == grid), None)
+    if chosen is None:
+        raise ArgumentError(f"unknown grid {grid!r}: allowed are {', '.join(GRIDS)}")
+    if seqlens and max(seqlens) > TOKENS:
+        raise ArgumentError(f"seqlen {max(seqlens)}: allowed are 1 to {TOKENS}")
+    points = grid_points(chosen, dtype, seqlens, head_dims)
+    if not points:
+        raise ArgumentError(
+            "grid B has none of these lengths and head dims together: leave out one of them"
+        )
+    run = _Bench(chosen, points, peers, store, sm80_store, device_index)
+    cells = []
+    for point in points:
+        cells.append(run.cell(point))
+        progress(_line(cells[-1]))
+    return Results(
+        device=str(run.device),
+        date=datetime.now(UTC).date().isoformat(),
+        grid=chosen,
+        dtype=points[0].problem.dtype,
+        versions=run.versions(),
+        absent=run.absent,
+        cells=tuple(cells),
+    )
+
+
+def _line(cell: Cell) -> str:
+    speeds = "  ".join(f"{name} {tflops:.0f}" for name, tflops in cell.tflops.items())
+    failures = "".join(f"  {name}: {why}" for name, why in cell.failed.items())
+    return f"{cell.name}: {speeds}{failures}"

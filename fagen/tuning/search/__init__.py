@@ -1,0 +1,1 @@
+"""What is tried next: the legal set, the samplers, the kept studies. Optuna lives here only."""
