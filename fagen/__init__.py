@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fagen import kernels
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WriteError,
     )
-    from fagen.kernels.config import Sm80Forward, Sm90Forward
+    from fagen.kernels import *  # noqa: F403
     from fagen.problem import Problem, Shape
     from fagen.records.recorder import record
     from fagen.tuning.events import (
@@ -57,8 +59,6 @@ __all__ = [
     "Problem",
     "RecordSaved",
     "Shape",
-    "Sm80Forward",
-    "Sm90Forward",
     "StoreError",
     "Task",
     "TaskDone",
@@ -74,10 +74,10 @@ __all__ = [
     "record",
     "tune",
 ]
+__all__ += kernels.__all__  # the config classes
 
 _HOMES = {
     "api": ("Explanation", "Kernel", "attention", "explain", "load", "tune"),
-    "kernels.config": ("Sm80Forward", "Sm90Forward"),
     "device": ("Device",),
     "errors": (
         "ArgumentError",
@@ -109,6 +109,8 @@ _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names
 
 
 def __getattr__(name: str) -> Any:
+    if name in kernels.__all__:
+        return getattr(kernels, name)
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'fagen' has no attribute {name!r}")

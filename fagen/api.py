@@ -14,25 +14,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fagen.build.compile import Resources, compile_kernel
-from fagen.build.render import kernel_name
+from fagen.build.compile import compile_kernel
+from fagen.build.compiled import Resources
 from fagen.device import Architecture, Device, architecture
-from fagen.errors import ArgumentError
-from fagen.kernels.config import AnyConfig, as_argument_error, parse_config
-from fagen.problem import Bucket, Dtype, Problem, Shape
+from fagen.errors import ArgumentError, as_argument_error
+from fagen.kernels.forward import scale_log2
+from fagen.kernels.registry import parse_config, template_of
+from fagen.kernels.template import Config
+from fagen.operation import FORWARD
+from fagen.problem import Bucket, DtypeName, Problem, Shape
 from fagen.records import recorder
 from fagen.records.dispatch import Choice, choose
 from fagen.records.store import on_save
 from fagen.run import arrays, driver
-from fagen.run.arrays import Framework, Geometry, Layout, framework_of
-from fagen.run.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
+from fagen.run.arrays import Framework, Geometry, framework_of
+from fagen.run.ask import Layout, Question, ask, read
+from fagen.run.executor import PLANS_PER_THREAD, Executor, Prepared
 
 if TYPE_CHECKING:
     from fagen.tuning.tasks import Task
     from fagen.tuning.tuner import TuneResult
 
 _thread = threading.local()  # .plans: this thread's cache of _plan
-_kernels: dict[tuple[Problem, AnyConfig, str], LoadedKernel] = {}
+_kernels: dict[tuple[Problem, Config, str], Executor] = {}
 _kernels_lock = threading.Lock()  # NVRTC compiles one text at a time in any case
 
 
@@ -46,7 +50,7 @@ def attention(
     return_lse: bool = False,
     layout: Layout = "bshd",
     out: Any = None,
-    config: AnyConfig | Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
 ) -> Any:
     """softmax(q k^T * softmax_scale) v, by the fastest kernel that fagen knows for the call.
 
@@ -81,7 +85,7 @@ def attention(
 def tune(
     tasks: Sequence[Task] | None = None,
     *,
-    dtype: Dtype | Sequence[Dtype] | None = None,
+    dtype: DtypeName | Sequence[DtypeName] | None = None,
     head_dim: int | Sequence[int] | None = None,
     causal: bool | Sequence[bool] | None = None,
     seqlen: int | Sequence[int] | None = None,
@@ -146,7 +150,7 @@ class Kernel:
         explanation: where the config comes from.
     """
 
-    def __init__(self, kernel: LoadedKernel, explanation: Explanation) -> None:
+    def __init__(self, kernel: Executor, explanation: Explanation) -> None:
         self._kernel = kernel
         self.explanation = explanation
         self.config = kernel.config
@@ -183,49 +187,73 @@ class Explanation:
     """Which kernel answers a call, and why that one. `print` it.
 
     Attributes:
-        problem, bucket, device: the question.
-        config: the answer.
-        tier: 1 to 6, in the order in which `dispatch` looks.
-        reason: one sentence.
-        kernel_name: the symbol in the cubin.
+        choice: the config, the record that it comes from, and why it was chosen.
+        shape: the lengths of the call.
         resources: what the compiler says that the kernel takes.
-        stale: whether the config gives another text than the one that was tuned (the template has
-            changed, or the config was edited).
-        text: all of it in a few lines; what `print` shows.
     """
 
-    problem: Problem
-    bucket: Bucket
-    device: Device
-    config: AnyConfig
-    tier: int
-    reason: str
-    kernel_name: str
+    choice: Choice
+    shape: Shape
     resources: Resources
-    stale: bool
-    text: str
 
     @classmethod
     def of(cls, choice: Choice, shape: Shape) -> Explanation:
         """Explains a choice; compiles its kernel if the cache does not have it."""
-        resources = compile_kernel(choice.problem, choice.config, choice.device.arch).resources
+        compiled = compile_kernel(choice.problem, choice.config, choice.device.arch)
+        return cls(choice, shape, compiled.resources)
+
+    @property
+    def problem(self) -> Problem:
+        """The static question."""
+        return self.choice.problem
+
+    @property
+    def bucket(self) -> Bucket:
+        """The class of shapes that the call belongs to."""
+        return self.shape.bucket()
+
+    @property
+    def device(self) -> Device:
+        """The card."""
+        return self.choice.device
+
+    @property
+    def config(self) -> Config:
+        """The answer."""
+        return self.choice.config
+
+    @property
+    def tier(self) -> int:
+        """1 to 6, in the order in which dispatch looks."""
+        return int(self.choice.tier)
+
+    @property
+    def reason(self) -> str:
+        """Why it is that one, in a sentence."""
+        return self.choice.reason
+
+    @property
+    def stale(self) -> bool:
+        """Whether the config gives another text than the one that was tuned: the template has
+        changed, or the config was edited.
+        """
+        return self.choice.stale
+
+    @property
+    def kernel_name(self) -> str:
+        """The symbol in the cubin; of several kernels, all with commas."""
+        return ", ".join(template_of(self.config).entries(self.problem))
+
+    @property
+    def text(self) -> str:
+        """All of it in a few lines; what `print` shows."""
         takes = (
-            f"{resources.registers} registers per thread, {resources.spill_bytes} bytes of spills"
+            f"{self.resources.registers} registers per thread, "
+            f"{self.resources.spill_bytes} bytes of spills"
         )
-        name = kernel_name(choice.problem)
-        lines = [f"{'kernel':8} {name}", f"{'bucket':8} {shape.bucket()}", f"{'takes':8} {takes}"]
-        return cls(
-            problem=choice.problem,
-            bucket=shape.bucket(),
-            device=choice.device,
-            config=choice.config,
-            tier=int(choice.tier),
-            reason=choice.reason,
-            kernel_name=name,
-            resources=resources,
-            stale=choice.stale,
-            text="\n".join([choice.describe(), *lines]),
-        )
+        lines = {"kernel": self.kernel_name, "bucket": str(self.bucket), "takes": takes}
+        described = (f"{name:8} {text}" for name, text in lines.items())
+        return "\n".join([self.choice.describe(), *described])
 
     def __str__(self) -> str:
         return self.text
@@ -242,7 +270,7 @@ def load(
     heads: int,
     heads_kv: int | None = None,
     device: int | None = None,
-    config: AnyConfig | Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
 ) -> Kernel:
     """The kernel that `attention` would use for a call like this, compiled and loaded.
 
@@ -280,7 +308,7 @@ def explain(
     return_lse: bool = False,
     layout: Layout = "bshd",
     out: Any = None,
-    config: AnyConfig | Mapping[str, Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Which kernel `attention` uses for the same arguments, and why; launches nothing.
 
@@ -289,26 +317,22 @@ def explain(
     """
     if softmax_scale is not None:
         scale_log2(softmax_scale)
-    operands = [
-        arrays.adopt(array, layout, name) for name, array in zip("qkv", (q, k, v), strict=True)
-    ]
-    if out is not None:
-        operands.append(arrays.adopt(out, layout, "out"))
-    lengths = arrays.lengths_of(*operands)
-    first = operands[0]
-    problem = Problem(
-        dtype=first.dtype,
-        head_dim=first.view.shape[3],
-        causal=bool(causal),
-        alignment=arrays.alignment(*operands),
+    given = (("q", q), ("k", k), ("v", v), ("out", out))
+    known = [read(array, name) for name, array in given if array is not None]
+    question = ask(
+        FORWARD,
+        [(framework, geometry) for framework, _, geometry in known],
+        causal=causal,
+        layout=layout,
+        aligned=all(pointer % 16 == 0 for _, pointer, _ in known),
     )
-    shape = Shape(**lengths._asdict())
-    card = driver.query_device(first.device_index)
-    choice = choose(problem, shape, card, config=None if config is None else _parsed(config))
-    return Explanation.of(choice, shape)
+    card = driver.query_device(question.device_index)
+    fixed = None if config is None else _parsed(config)
+    choice = choose(question.problem, question.shape, card, config=fixed)
+    return Explanation.of(choice, question.shape)
 
 
-def _parsed(config: AnyConfig | Mapping[str, Any]) -> AnyConfig:
+def _parsed(config: Config | Mapping[str, Any]) -> Config:
     return parse_config(dict(config)) if isinstance(config, Mapping) else config
 
 
@@ -321,7 +345,7 @@ def _attend(
     return_lse: bool,
     layout: Layout,
     out: Any,
-    fixed: AnyConfig | LoadedKernel | None,
+    fixed: Config | Executor | None,
 ) -> Any:
     """`attention`, with the config or the kernel itself fixed by the caller, if any."""
     framework = framework_of(type(q))
@@ -343,12 +367,9 @@ def _attend(
         plans = _thread.plans
     except AttributeError:
         plans = _thread.plans = lru_cache(PLANS_PER_THREAD)(_plan)
-    plan, default_scale, lse_shape, device_index, question = plans(
+    prepared, default_scale, lse_shape, device_index, asked = plans(
         framework,
-        q_geometry,
-        k_geometry,
-        v_geometry,
-        o_geometry,
+        (q_geometry, k_geometry, v_geometry, o_geometry),
         causal,
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
@@ -356,18 +377,19 @@ def _attend(
     )
     if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
         raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
-    lse = framework.empty_float32(lse_shape, q) if return_lse else None
-    plan.launch(
-        q_pointer,
-        k_pointer,
-        v_pointer,
-        o_pointer,
-        read(lse)[0] if return_lse else 0,
-        default_scale if softmax_scale is None else scale_log2(softmax_scale),
+    lse = framework.empty(lse_shape, "float32", q) if return_lse else None
+    workspace = 0
+    if prepared.workspace_bytes:
+        memory = framework.empty((prepared.workspace_bytes,), "uint8", q)
+        workspace = read(memory)[0]
+    prepared.launch(
+        (q_pointer, k_pointer, v_pointer, o_pointer, read(lse)[0] if return_lse else 0),
+        default_scale if softmax_scale is None else (scale_log2(softmax_scale),),
         framework.stream(device_index),
+        workspace,
     )
     if recorder.active:
-        recorder.count(question)
+        recorder.count(asked)
     return (o, lse) if return_lse else o
 
 
@@ -380,7 +402,7 @@ def _attend_foreign(
     return_lse: bool,
     layout: Layout,
     out: Any,
-    fixed: AnyConfig | LoadedKernel | None,
+    fixed: Config | Executor | None,
 ) -> Any:
     """The same for arrays that are neither torch's nor CuPy's, by way of CuPy."""
     o, lse = _attend(
@@ -402,18 +424,18 @@ class _Call(NamedTuple):
     """What calls of one geometry share.
 
     Attributes:
-        plan: the launch.
-        default_scale: `scale_log2` of 1/sqrt(head_dim).
+        prepared: the launches.
+        default_scale: the kernel's scalars where the caller gives no softmax_scale.
         lse_shape: (batch, heads_q, seqlen_q).
         device_index: where the tensors are.
-        question: what `fagen.record` counts them under.
+        asked: what `fagen.record` counts them under.
     """
 
-    plan: Plan
-    default_scale: float
-    lse_shape: tuple[int, int, int]
+    prepared: Prepared
+    default_scale: tuple[float]
+    lse_shape: tuple[int, ...]
     device_index: int
-    question: recorder.Question
+    asked: recorder.Asked
 
 
 def _forget_plans() -> None:
@@ -427,54 +449,43 @@ on_save.append(_forget_plans)
 
 def _plan(
     framework: Framework,
-    q: Geometry,
-    k: Geometry,
-    v: Geometry,
-    o: Geometry,
+    geometries: tuple[Geometry, ...],
     causal: bool,
     layout: Layout,
-    pointers_aligned: bool,
-    fixed: AnyConfig | LoadedKernel | None,
+    aligned: bool,
+    fixed: Config | Executor | None,
 ) -> _Call:
-    """Checks a geometry, finds its kernel and plans its launch. For this thread only."""
-    operands = [
-        arrays.operand(name, framework, 0, geometry, layout)
-        for name, geometry in zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)
-    ]
-    lengths = arrays.lengths_of(*operands)
-    device_index = operands[0].device_index
-    head_dim = operands[0].view.shape[3]
-    problem = Problem(
-        dtype=operands[0].dtype,
-        head_dim=head_dim,
-        causal=bool(causal),
-        alignment=arrays.alignment(*operands) if pointers_aligned else 2,
+    """Checks a geometry, finds its kernel and prepares its launch. For this thread only."""
+    question = ask(
+        FORWARD,
+        [(framework, geometry) for geometry in geometries],
+        causal=causal,
+        layout=layout,
+        aligned=aligned,
     )
+    problem, shape, strides, device_index = question
     kernel = (
         _fitting(fixed, problem, device_index)
-        if isinstance(fixed, LoadedKernel)
-        else _chosen(problem, lengths, device_index, fixed)
+        if isinstance(fixed, Executor)
+        else _chosen(question, fixed)
     )
-    strides = QKVO(*(operand.view.strides for operand in operands))
     return _Call(
-        plan=kernel.plan(lengths, strides, device_index),
-        default_scale=scale_log2(head_dim**-0.5),
-        lse_shape=(lengths.batch, lengths.heads_q, lengths.seqlen_q),
+        prepared=kernel.prepare(shape, strides, device_index),
+        default_scale=(scale_log2(problem.head_dim**-0.5),),
+        lse_shape=FORWARD.operand("lse").sizes(problem, shape),
         device_index=device_index,
-        question=recorder.question(problem, lengths),
+        asked=(problem, shape),
     )
 
 
-def _chosen(
-    problem: Problem, lengths: Lengths, device_index: int, config: AnyConfig | None
-) -> LoadedKernel:
+def _chosen(question: Question, config: Config | None) -> Executor:
     """The kernel of the config that dispatch chooses, or of the caller's own."""
-    device = driver.query_device(device_index)
-    choice = choose(problem, Shape(**lengths._asdict()), device, config=config)
-    return _loaded(problem, choice.config, device.arch)
+    device = driver.query_device(question.device_index)
+    choice = choose(question.problem, question.shape, device, config=config)
+    return _loaded(question.problem, choice.config, device.arch)
 
 
-def _fitting(kernel: LoadedKernel, problem: Problem, device_index: int) -> LoadedKernel:
+def _fitting(kernel: Executor, problem: Problem, device_index: int) -> Executor:
     """The caller's kernel, if it can answer the problem on that device."""
     arch = driver.query_device(device_index).arch
     if kernel.compiled.arch != arch.name:
@@ -482,8 +493,7 @@ def _fitting(kernel: LoadedKernel, problem: Problem, device_index: int) -> Loade
             f"this kernel is for {kernel.compiled.arch} and the tensors are on {arch.name}"
         )
     ours = kernel.problem
-    fields = ("dtype", "head_dim", "causal")
-    if any(getattr(ours, field) != getattr(problem, field) for field in fields):
+    if ours.model_copy(update={"alignment": problem.alignment}) != problem:
         raise ArgumentError(f"this kernel is for {ours} and the call is {problem}")
     if ours.alignment > problem.alignment:
         raise ArgumentError(
@@ -493,12 +503,12 @@ def _fitting(kernel: LoadedKernel, problem: Problem, device_index: int) -> Loade
     return kernel
 
 
-def _loaded(problem: Problem, config: AnyConfig, arch: Architecture) -> LoadedKernel:
+def _loaded(problem: Problem, config: Config, arch: Architecture) -> Executor:
     """A kernel, compiled and loaded once in the life of the process."""
     key = (problem, config, arch.name)
     with _kernels_lock:
         kernel = _kernels.get(key)
         if kernel is None:
-            kernel = LoadedKernel(compile_kernel(problem, config, arch), problem, config)
+            kernel = Executor(compile_kernel(problem, config, arch), problem, config)
             _kernels[key] = kernel
     return kernel

@@ -22,12 +22,11 @@ class Architecture(BaseModel):
 
     Attributes:
         name: "sm80", "sm90", ...
-        target: NVRTC's spelling, "a" included where the templates need it.
-        templates: the templates that run here, the native one first.
+        target: NVRTC's spelling, "a" included where templates need it.
         smem_per_block, smem_per_sm: bytes of shared memory, the first with opt-in.
         registers_per_sm, threads_per_sm, blocks_per_sm: limits of one multiprocessor.
-        mma_flops: dense 16-bit tensor FLOP per clock and SM of the native template's instruction.
-        mma_sync_flops: the same for mma.sync, which the sm80 template uses everywhere.
+        mma_flops: dense 16-bit tensor FLOP per clock and SM of the fastest instruction.
+        mma_sync_flops: the same for mma.sync.
         exp2_rate: ex2.approx results per clock and SM.
         fma_rate: float32 FMA per clock and SM.
     """
@@ -36,7 +35,6 @@ class Architecture(BaseModel):
 
     name: str
     target: str
-    templates: tuple[str, ...]
     smem_per_block: int
     smem_per_sm: int
     registers_per_sm: int = 65536
@@ -78,14 +76,9 @@ class Device(BaseModel):
         return f"{self.key}, {self.arch.name}"
 
 
-_SM80 = ("forward_sm80",)
-_SM90 = ("forward_sm90", "forward_sm80")
-
-
 def _architecture(
     name: str,
     target: str,
-    templates: tuple[str, ...],
     smem_kib: tuple[int, int],
     threads_and_blocks: tuple[int, int],
     mma: tuple[int, int],
@@ -94,7 +87,6 @@ def _architecture(
     return Architecture(
         name=name,
         target=target,
-        templates=templates,
         smem_per_block=smem_kib[0] * KIB,
         smem_per_sm=smem_kib[1] * KIB,
         threads_per_sm=threads_and_blocks[0],
@@ -108,13 +100,13 @@ def _architecture(
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
-        _architecture("sm80", "sm_80", _SM80, (163, 164), (2048, 32), (2048, 2048), fma_rate=64),
-        _architecture("sm86", "sm_86", _SM80, (99, 100), (1536, 16), (1024, 1024)),
-        _architecture("sm89", "sm_89", _SM80, (99, 100), (1536, 24), (1024, 1024)),
-        _architecture("sm90", "sm_90a", _SM90, (227, 228), (2048, 32), (4096, 2560)),
-        _architecture("sm100", "sm_100a", _SM80, (227, 228), (2048, 32), (2048, 2048)),
-        _architecture("sm103", "sm_103a", _SM80, (227, 228), (2048, 32), (2048, 2048)),
-        _architecture("sm120", "sm_120a", _SM80, (99, 100), (1536, 24), (1024, 1024)),
+        _architecture("sm80", "sm_80", (163, 164), (2048, 32), (2048, 2048), fma_rate=64),
+        _architecture("sm86", "sm_86", (99, 100), (1536, 16), (1024, 1024)),
+        _architecture("sm89", "sm_89", (99, 100), (1536, 24), (1024, 1024)),
+        _architecture("sm90", "sm_90a", (227, 228), (2048, 32), (4096, 2560)),
+        _architecture("sm100", "sm_100a", (227, 228), (2048, 32), (2048, 2048)),
+        _architecture("sm103", "sm_103a", (227, 228), (2048, 32), (2048, 2048)),
+        _architecture("sm120", "sm_120a", (99, 100), (1536, 24), (1024, 1024)),
     )
 }
 

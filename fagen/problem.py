@@ -6,12 +6,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Dtype = Literal["fp16", "bf16"]
-DTYPES: tuple[Dtype, ...] = ("fp16", "bf16")
+from fagen.dtypes import DTYPES, Dtype
+from fagen.mask import Mask
+from fagen.operation import OPERATIONS, Operation
+
+DtypeName = Literal["fp16", "bf16"]  # of Q, K, V and O
+DTYPE_NAMES: tuple[DtypeName, ...] = ("fp16", "bf16")
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
 WIDE_ALIGNMENT = 16  # bytes: what TMA and 16-byte cp.async need of bases and strides
@@ -25,7 +30,7 @@ class Problem(BaseModel):
     """The static question that one kernel text answers.
 
     Attributes:
-        op: the operation; only the forward pass exists so far.
+        op: the operation, a name of `operation.OPERATIONS`.
         dtype: element type of Q, K, V and O; sums are always float32.
         head_dim: elements per head, a multiple of 8 from 8 to 256.
         causal: whether query i sees only keys up to i + seqlen_k - seqlen_q (bottom-right).
@@ -35,24 +40,57 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    op: Literal["forward"] = "forward"
-    dtype: Dtype
+    op: str = "forward"
+    dtype: DtypeName
     head_dim: Annotated[
         int, Field(ge=HEAD_DIM_MULTIPLE, le=MAX_HEAD_DIM, multiple_of=HEAD_DIM_MULTIPLE)
     ]
     causal: bool = False
     alignment: Literal[2, 16] = 16
 
+    @field_validator("op")
+    @classmethod
+    def _known(cls, op: str) -> str:
+        if op not in OPERATIONS:
+            raise ValueError(f"the operation has to be one of {', '.join(OPERATIONS)}")
+        return op
+
     @property
-    def mask(self) -> str:
-        """The mask in one word, for names and tables: causal or full."""
-        return "causal" if self.causal else "full"
+    def operation(self) -> Operation:
+        """The operation with its operands."""
+        return OPERATIONS[self.op]
+
+    @property
+    def element(self) -> Dtype:
+        """The element type of Q, K, V and O, with all its names."""
+        return DTYPES[self.dtype]
+
+    @property
+    def mask(self) -> Mask:
+        """Who sees what; as text "causal" or "full"."""
+        return Mask(causal=self.causal)
 
     @property
     def name(self) -> str:
-        """An identifier for files and kernels, such as "forward_bf16_d128_causal"."""
-        narrow = "" if self.alignment == WIDE_ALIGNMENT else "_narrow"
-        return f"{self.op}_{self.dtype}_d{self.head_dim}_{self.mask}{narrow}"
+        """An identifier for files and kernels, such as "forward_bf16_d128_causal".
+
+        Beside the words that every problem has it says what is not the default.
+        """
+        words = [self.op, self.dtype, f"d{self.head_dim}", str(self.mask)]
+        if self.alignment != WIDE_ALIGNMENT:
+            words.append("narrow")
+        return "_".join(words)
+
+    def distance(self, other: Problem) -> float:
+        """How unlike two problems are, to try first what is tuned for the most alike.
+
+        The head dim decides (a factor of 2 is a distance of 1); infinite between operations.
+        """
+        if self.op != other.op:
+            return math.inf
+        others = self.causal != other.causal, self.dtype != other.dtype
+        differing = 0.02 * others[0] + 0.01 * others[1]
+        return abs(math.log2(self.head_dim / other.head_dim)) + differing
 
     def __str__(self) -> str:
         return self.name
@@ -134,33 +172,29 @@ class Shape(BaseModel):
             batch_heads=_round_to_power_of_two(self.batch * self.heads_kv),
         )
 
-    def visible_pairs(self, causal: bool) -> int:
-        """(query, key) pairs of one head of one sequence that the mask lets through."""
-        if not causal:
-            return self.seqlen_q * self.seqlen_k
-        offset = self.seqlen_k - self.seqlen_q
-        first_row = max(0, -offset)  # the rows above it see no key
-        rows = self.seqlen_q - first_row
-        first_keys = first_row + 1 + offset
-        return rows * (first_keys + self.seqlen_k) // 2 if rows > 0 else 0
-
     def flops(self, problem: Problem) -> int:
-        """Floating-point operations of the forward pass: 4 * head_dim * pairs * batch * heads.
+        """Floating-point operations: 2 per product, visible pair and head-dim element.
 
-        The count of FlashAttention-2 (section 4.1): two products of two operations per visible
-        pair and head-dim element.
+        4 * head_dim * pairs * batch * heads for the forward pass, as FlashAttention-2 counts
+        (section 4.1).
         """
-        pairs = self.visible_pairs(problem.causal)
-        return 4 * problem.head_dim * pairs * self.batch * self.heads_q
+        pairs = problem.mask.pairs(self.seqlen_q, self.seqlen_k)
+        per_pair = 2 * problem.operation.products * problem.head_dim
+        return per_pair * pairs * self.batch * self.heads_q
 
     def tflops(self, problem: Problem, time_us: float) -> float:
-        """The speed of a call that takes so many microseconds, in 1e12 operations per second."""
+        """The speed of a call that takes `time_us` microseconds, in 1e12 operations a second."""
         return self.flops(problem) / time_us * 1e-6
 
     def bytes(self, problem: Problem) -> int:
-        """Fewest bytes of device memory moved: Q, K and V read once, O written once."""
-        rows = 2 * self.seqlen_q * self.heads_q + 2 * self.seqlen_k * self.heads_kv
-        return 2 * problem.head_dim * self.batch * rows
+        """Fewest bytes of device memory moved: what is read, once, and what is written, once."""
+        return sum(
+            operand.elements(problem, self)
+            * DTYPES[operand.dtype or problem.dtype].bytes
+            * (2 if operand.role == "inout" else 1)
+            for operand in problem.operation.operands
+            if not operand.optional
+        )
 
     def __str__(self) -> str:
         return f"b{self.batch} q{self.seqlen_q} k{self.seqlen_k} h{self.heads_q}/{self.heads_kv}"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fagen.build.compile import Compiled
+from fagen.build.compiled import Compiled
 from fagen.errors import DeviceError
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fagen.build.compile import Compiled, Resources
+from fagen.build.compiled import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.problem import Problem
 from fagen.run import counters, driver, launch

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fagen.device import KNOWN_DEVICES
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 from fagen.tuning.search.legal import LegalSet

@@ -6,7 +6,7 @@ from datetime import date
 from typing import Any
 
 from fagen.device import KNOWN_DEVICES
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import Card, Provenance, Record, Result
 

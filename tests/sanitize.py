@@ -12,11 +12,11 @@ import sys
 
 from fagen.build.compile import compile_kernel
 from fagen.judge.verify import verify
-from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
-from fagen.kernels.space import default_config
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem
 from fagen.run.driver import query_device
-from fagen.run.launch import LoadedKernel
+from fagen.run.executor import Executor
 
 CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
     "forward_sm80": [
@@ -55,7 +55,7 @@ def main(template: str) -> int:
             problem = Problem(dtype="bf16", head_dim=head_dim, causal=True, alignment=alignment)
             chosen = config or default_config(problem, device, template)
             compiled = compile_kernel(problem, chosen, device.arch)
-            verdict = verify(LoadedKernel(compiled, problem, chosen))
+            verdict = verify(Executor(compiled, problem, chosen))
             print(f"{'right' if verdict.ok else verdict.reason}: {problem} {chosen}")
             wrong += not verdict.ok
     return int(wrong > 0)

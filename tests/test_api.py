@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fagen.run.launch import SCALE_OFFSET
 from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compiled, fake_torch
 from records import some_record
 
@@ -24,10 +25,9 @@ from fagen import api
 from fagen.build.compile import compile_kernel
 from fagen.errors import ArgumentError, ConfigError, CudaError, UnsupportedError
 from fagen.judge import reference
-from fagen.kernels.config import Sm80Forward, Sm90Forward
+from fagen.kernels import Sm80Forward, Sm90Forward
 from fagen.records.store import save_records
 from fagen.run import arrays
-from fagen.run.launch import SCALE_OFFSET
 
 # ---- the package ----
 

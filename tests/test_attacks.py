@@ -23,7 +23,7 @@ from full_disk import no_file_beyond
 from tuning import A100, FIXED, TASK, recorded, tune_recorded
 
 from fagen.errors import WriteError
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.records.store import load_records
 from fagen.tuning.outcome import Measured
 from fagen.tuning.search.legal import LegalSet

@@ -14,8 +14,9 @@ from wrong.bugs import BUGS
 
 from fagen.build.compile import compile_kernel
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.kernels.config import Sm90Forward
-from fagen.kernels.space import default_config, legal_configs
+from fagen.kernels import Sm90Forward
+from fagen.kernels.registry import default_config
+from fagen.kernels.space import legal_configs
 from fagen.problem import Problem, Shape
 from fagen.records.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
 from fagen.tuning.events import Event, Notice

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from fagen.build.compile import Compiled, Resources
+from fagen.build.compiled import Compiled, Resources
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import StoreError
-from fagen.kernels.config import AnyConfig, Sm90Forward
+from fagen.kernels import Sm90Forward
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import digest
 from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path

@@ -21,10 +21,12 @@ import pytest
 
 from fagen.build import compile as compiler
 from fagen.build import render
-from fagen.build.compile import Compiled, Resources, cache_folder, clear_cache, compile_source
+from fagen.build.cache import cache_folder, clear_cache
+from fagen.build.compile import compile_source
+from fagen.build.compiled import Compiled, Resources
 from fagen.device import Architecture, architecture
 from fagen.errors import CacheError
-from fagen.kernels.config import Sm80Forward
+from fagen.kernels import Sm80Forward
 from fagen.problem import Problem
 
 SM80 = architecture("sm80")
@@ -148,7 +150,7 @@ def test_warm_process_imports_neither_jinja2_nor_cupy() -> None:
         import sys
         from fagen.build.compile import compile_kernel
         from fagen.device import architecture
-        from fagen.kernels.config import parse_config
+        from fagen.kernels.registry import parse_config
         from fagen.problem import Problem
         config = parse_config({CONFIG.model_dump()!r})
         compile_kernel(Problem(**{PROBLEM.model_dump()!r}), config, architecture("sm80"))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from records import H200, some_record
 
-from fagen.build.compile import Compiled, Resources
+from fagen.build.compiled import Compiled, Resources
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import axes, default_config, free_axes, legal_configs, why_illegal
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import axes, free_axes, legal_configs, why_illegal
 from fagen.problem import Problem
 from fagen.records.store import Card, Record, RecordFile, Skipped
 from fagen.show import check as room
@@ -127,7 +127,7 @@ def test_with_a_device_the_verdict_counts(
         def __init__(self) -> None:
             self.ok, self.reason = ok, "off by one"
 
-    monkeypatch.setattr("fagen.run.launch.LoadedKernel", lambda *_: None)
+    monkeypatch.setattr("fagen.run.launch.Executor", lambda *_: None)
     monkeypatch.setattr("fagen.judge.verify.verify", lambda kernel, *, device_index: Verdict())
     (judged,) = check(SM90, [RecordFile(HERE, (record(),))], sample=0, device_index=0).records
     assert (judged.verified, judged.fault) == (ok, fault)

@@ -22,8 +22,7 @@ from fagen import __version__
 from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import DeviceError, UnsupportedError, WriteError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.records.store import Calls, Card, Record, save_calls, save_records
 from fagen.run import driver

@@ -16,12 +16,14 @@ import pytest
 from alive import is_alive, wait_until_dead
 
 from fagen.build import compile as compiler
-from fagen.build.compile import Compiled, Resources, compile_kernel, compile_many, compile_source
+from fagen.build.compile import compile_kernel, compile_many, compile_source
+from fagen.build.compiled import Compiled, Resources
 from fagen.build.processes import in_processes
 from fagen.device import ARCHITECTURES, architecture
 from fagen.errors import CacheError, CompileError, MissingDependencyError
-from fagen.kernels.config import AnyConfig, Sm80Forward
-from fagen.problem import DTYPES, Problem
+from fagen.kernels import Sm80Forward
+from fagen.kernels.registry import AnyConfig
+from fagen.problem import DTYPE_NAMES, Problem
 
 SM80 = architecture("sm80")
 SM90 = architecture("sm90")
@@ -173,7 +175,7 @@ def test_ptx() -> None:
 
 def _jobs() -> list[tuple[Problem, AnyConfig]]:
     config = Sm80Forward(block_m=16, block_n=16, block_k=16, warps=1, stages=1)
-    return [(Problem(dtype=dtype, head_dim=16), config) for dtype in DTYPES]
+    return [(Problem(dtype=dtype, head_dim=16), config) for dtype in DTYPE_NAMES]
 
 
 def test_compile_many_equals_compile_kernel() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fagen.kernels.config import Sm90Forward
+from fagen.kernels import Sm90Forward
 from fagen.problem import Problem
 
 PROBLEM = Problem(dtype="fp16", head_dim=64, causal=True)
@@ -21,18 +21,18 @@ def test_launches_that_overlap_do_not_share_a_counter(captured: bool) -> None:
 
     from fagen.build.compile import compile_kernel
     from fagen.run.driver import query_device
-    from fagen.run.launch import LoadedKernel, TensorView
+    from fagen.run.executor import Executor, TensorView
 
     arch = query_device(0).arch
     if "forward_sm90" not in arch.templates:
         pytest.skip(f"forward_sm90 does not run on {arch.name}")
     static, drawn = (
-        LoadedKernel(compile_kernel(PROBLEM, config, arch), PROBLEM, config)
+        Executor(compile_kernel(PROBLEM, config, arch), PROBLEM, config)
         for config in (STATIC, DRAWN)
     )
     q, k, v = (cupy.random.standard_normal(SHAPE).astype(cupy.float16) for _ in range(3))
 
-    def run(kernel: LoadedKernel, out: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
+    def run(kernel: Executor, out: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
         a, b, c, d = (TensorView.contiguous(array.data.ptr, SHAPE) for array in (q, k, v, out))
         kernel.launch(a, b, c, d, 0, 0.125, device_index=0, stream=stream.ptr)
 

@@ -14,7 +14,7 @@ from fagen.device import (
     typical_device,
 )
 from fagen.errors import ArgumentError, UnsupportedError
-from fagen.kernels.config import TEMPLATES
+from fagen.kernels.registry import TEMPLATES
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm_90", "sm_90a", "SM90a", " 9.0 ", "90"])

@@ -16,8 +16,9 @@ from records import H200, some_record
 
 from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import ConfigError
-from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape
 from fagen.records import dispatch, store
 from fagen.records.dispatch import Choice, Tier, choose, tier_table

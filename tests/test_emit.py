@@ -12,12 +12,11 @@ from records import H200, some_record
 from fagen import __version__
 from fagen.build.compile import compile_kernel
 from fagen.build.emit import emit, emit_all
-from fagen.build.render import kernel_name, render
+from fagen.build.render import render
 from fagen.device import architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
 from fagen.files import write_files
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem
 from fagen.records.store import Card, Record
 
@@ -178,7 +177,7 @@ def test_ptx_is_text_for_the_architecture() -> None:
     files = emit(PROBLEM, CONFIG, SM90, format="ptx")
     ptx = text(files, f"{NAME}.ptx")
     assert ".target sm_90a" in ptx
-    assert f".entry {kernel_name(PROBLEM)}" in ptx
+    assert f".entry {symbol(PROBLEM)}" in ptx
 
 
 # ---- nvcc ----

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fagen.build.compile import Compiled, Resources
+from fagen.build.compiled import Compiled, Resources
 from fagen.errors import DeviceError
-from fagen.kernels.config import AnyConfig, Sm90Forward
+from fagen.kernels import Sm90Forward
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.tuning.blocklist import Blocklist, Guard
 from fagen.tuning.finals import FINALISTS, finalists, paired_ratio, pick_winner, side_by_side

@@ -9,11 +9,11 @@ import pytest
 
 from fagen.build.compile import compile_kernel
 from fagen.judge.verify import verify
-from fagen.kernels.config import TEMPLATES
-from fagen.kernels.space import axes, default_config, why_illegal
-from fagen.problem import Dtype, Problem, Shape
+from fagen.kernels.registry import TEMPLATES, default_config
+from fagen.kernels.space import axes, why_illegal
+from fagen.problem import DtypeName, Problem, Shape
 from fagen.run.driver import query_device
-from fagen.run.launch import LoadedKernel
+from fagen.run.executor import Executor
 
 pytestmark = pytest.mark.gpu
 
@@ -37,14 +37,14 @@ def shapes(group: int) -> list[Shape]:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_default_config_on_the_grid(
-    template: str, dtype: Dtype, head_dim: int, causal: bool, group: int
+    template: str, dtype: DtypeName, head_dim: int, causal: bool, group: int
 ) -> None:
     device = query_device(0)
     if template not in device.arch.templates:
         pytest.skip(f"{template} does not run on {device}")
     problem = Problem(dtype=dtype, head_dim=head_dim, causal=causal)
     config = default_config(problem, device, template)
-    kernel = LoadedKernel(compile_kernel(problem, config, device.arch), problem, config)
+    kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
     verdict = verify(kernel, shapes=shapes(group))
     assert verdict.ok, verdict
 
@@ -70,5 +70,5 @@ def test_configs_drawn_from_the_space(template: str, seed: int) -> None:
         compiled = compile_kernel(problem, config, device.arch)
         if compiled.resources.why_bad() is None:
             break
-    verdict = verify(LoadedKernel(compiled, problem, config))
+    verdict = verify(Executor(compiled, problem, config))
     assert verdict.ok, f"{problem} {config}: {verdict}"

@@ -13,7 +13,7 @@ from fagen import __version__
 from fagen.build.emit import emit
 from fagen.device import architecture, typical_device
 from fagen.files import write_files
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import default_config
 from fagen.problem import Problem
 
 FOLDER = Path(__file__).parent / "golden"

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fagen.build.processes import in_processes
-from fagen.build.render import kernel_name, render
+from fagen.build.render import render
 from fagen.errors import FagenError
-from fagen.kernels.config import Sm90Forward
+from fagen.kernels import Sm90Forward
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
 JITTERED = (
     "mbarrier_wait",
@@ -127,15 +127,15 @@ def without(source: str, line: str) -> str:
     return source.replace(line, "", 1)
 
 
-def load(source: str, config: Sm90Forward) -> LoadedKernel:
+def load(source: str, config: Sm90Forward) -> Executor:
     from fagen.build.compile import compile_source
     from fagen.run.driver import query_device
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
     arch = query_device(0).arch
     if "forward_sm90" not in arch.templates:
         pytest.skip(f"forward_sm90 does not run on {arch.name}")
-    return LoadedKernel(compile_source(source, arch, kernel_name(PROBLEM)), PROBLEM, config)
+    return Executor(compile_source(source, arch, symbol(PROBLEM)), PROBLEM, config)
 
 
 def differing_runs(source: str, config: Sm90Forward, runs: int) -> int:
@@ -143,7 +143,7 @@ def differing_runs(source: str, config: Sm90Forward, runs: int) -> int:
     import cupy
     import numpy as np
 
-    from fagen.run.launch import TensorView
+    from fagen.run.executor import TensorView
 
     kernel = load(source, config)
     shape = (4, 700, 32, PROBLEM.head_dim)  # several tiles for each block of a persistent grid
@@ -157,7 +157,7 @@ def differing_runs(source: str, config: Sm90Forward, runs: int) -> int:
 
     q, k, v = (bf16(rng.standard_normal(shape)) for _ in range(3))
 
-    def run(candidate: LoadedKernel) -> cupy.ndarray:
+    def run(candidate: Executor) -> cupy.ndarray:
         out = cupy.full(shape, 0xFFFF, dtype=cupy.uint16)
         stream = cupy.cuda.get_current_stream().ptr
         candidate.launch(
@@ -207,5 +207,5 @@ def test_the_jittered_text_compiles(config: Sm90Forward) -> None:
     from fagen.device import architecture
 
     source = with_jitter(render(PROBLEM, config))
-    compiled = compile_source(source, architecture("sm90"), kernel_name(PROBLEM), cached=False)
+    compiled = compile_source(source, architecture("sm90"), symbol(PROBLEM), cached=False)
     assert compiled.resources.warnings == ()

@@ -10,22 +10,16 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from fagen.run.launch import PARAMS, SCALE_OFFSET, Lengths
 from fake_driver import CONTEXT, KERNEL, FakeDriver, compiled
 
 from fagen.build.render import template_folder
 from fagen.errors import ArgumentError, CudaError, DeviceError, UnsupportedError
-from fagen.kernels.config import Sm80Forward, Sm90Forward
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.forward import heads_per_group, scale_log2
 from fagen.problem import Problem
 from fagen.run import counters, driver
-from fagen.run.launch import (
-    PARAMS,
-    SCALE_OFFSET,
-    Lengths,
-    LoadedKernel,
-    TensorView,
-    heads_per_group,
-    scale_log2,
-)
+from fagen.run.executor import Executor, TensorView
 
 BF16_128 = Problem(dtype="bf16", head_dim=128)
 SM90 = Sm90Forward(block_m=128, block_n=176, block_k=64, stages=2)
@@ -53,7 +47,7 @@ def view(pointer: int, batch: int, seqlen: int, heads: int, head_dim: int = 128)
 
 
 def launch(
-    kernel: LoadedKernel,
+    kernel: Executor,
     *,
     batch: int = 2,
     seqlen_q: int = 300,
@@ -84,13 +78,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 @pytest.fixture
-def sm90(fake: FakeDriver) -> LoadedKernel:
-    return LoadedKernel(compiled(BF16_128), BF16_128, SM90)
+def sm90(fake: FakeDriver) -> Executor:
+    return Executor(compiled(BF16_128), BF16_128, SM90)
 
 
 @pytest.fixture
-def sm80(fake: FakeDriver) -> LoadedKernel:
-    return LoadedKernel(compiled(BF16_128), BF16_128, SM80)
+def sm80(fake: FakeDriver) -> Executor:
+    return Executor(compiled(BF16_128), BF16_128, SM80)
 
 
 def params_of(fake: FakeDriver, index: int = -1) -> ForwardParams:
@@ -108,7 +102,7 @@ def test_the_packed_parameters_are_those_of_params_cuh() -> None:
     assert ForwardParams.scale_log2.offset == SCALE_OFFSET
 
 
-def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel) -> None:
+def test_every_parameter_arrives(fake: FakeDriver, sm80: Executor) -> None:
     launch(sm80)
     params = params_of(fake)
     base = 1 << 20
@@ -128,7 +122,7 @@ def test_every_parameter_arrives(fake: FakeDriver, sm80: LoadedKernel) -> None:
     assert call.kernel == KERNEL
 
 
-def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
     q, o, k, v = fake.encoded
     base = 1 << 20
@@ -145,28 +139,24 @@ def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: Lo
 def test_narrow_chunks_take_the_64_byte_swizzle_and_fp16_its_own_type(fake: FakeDriver) -> None:
     problem = Problem(dtype="fp16", head_dim=40)
     config = Sm90Forward(block_m=64, block_n=64, block_k=32, stages=2, ping_pong=False)
-    launch(LoadedKernel(compiled(problem), problem, config))
+    launch(Executor(compiled(problem), problem, config))
     dtype, _, _, dims, _, box, _, _, swizzle, *_ = fake.encoded[0]
     assert (dtype, dims[0], box[0], swizzle) == (6, 40, 32, 2)
 
 
-def test_strides_of_dimensions_of_size_one_become_legal(
-    fake: FakeDriver, sm90: LoadedKernel
-) -> None:
+def test_strides_of_dimensions_of_size_one_become_legal(fake: FakeDriver, sm90: Executor) -> None:
     tensor = TensorView(1 << 20, (1, 64, 1, 128), (7, 128, 3))
     sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
     assert {strides for _, _, _, _, strides, *_ in fake.encoded} == {(256, 256, 256)}
 
 
-def test_expanded_heads_keep_stride_zero(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_expanded_heads_keep_stride_zero(fake: FakeDriver, sm90: Executor) -> None:
     tensor = TensorView(1 << 20, (2, 64, 4, 128), (64 * 128, 128, 0))
     sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
     assert fake.encoded[0][4] == (256, 0, 64 * 256)
 
 
-def test_a_repeated_call_only_points_the_maps_elsewhere(
-    fake: FakeDriver, sm90: LoadedKernel
-) -> None:
+def test_a_repeated_call_only_points_the_maps_elsewhere(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
     launch(sm90, base=1 << 24, scale=2.0)
     base = 1 << 24
@@ -180,7 +170,7 @@ def test_a_repeated_call_only_points_the_maps_elsewhere(
     assert len(fake.prepared) == 1
 
 
-def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
     launch(sm90, seqlen_k=501)
     launch(sm90)
@@ -188,7 +178,7 @@ def test_another_geometry_makes_another_plan(fake: FakeDriver, sm90: LoadedKerne
     assert [params_of(fake, i).seqlen_k for i in range(3)] == [500, 501, 500]
 
 
-def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90, seqlen_k=0)
     launch(sm90, seqlen_k=0)
     assert [dims[1] for _, _, _, dims, *_ in fake.encoded] == [300, 300]
@@ -201,7 +191,7 @@ def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: LoadedKernel) 
 
 @pytest.mark.parametrize("empty", [{"seqlen_q": 0}, {"batch": 0}])
 def test_nothing_to_do_launches_nothing(
-    fake: FakeDriver, sm90: LoadedKernel, empty: dict[str, int]
+    fake: FakeDriver, sm90: Executor, empty: dict[str, int]
 ) -> None:
     launch(sm90, **empty)
     assert not fake.launches
@@ -210,7 +200,7 @@ def test_nothing_to_do_launches_nothing(
 
 def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver) -> None:
     config = SM90.model_copy(update={"persistent": True, "min_blocks_per_sm": 2})
-    kernel = LoadedKernel(compiled(BF16_128), BF16_128, config)
+    kernel = Executor(compiled(BF16_128), BF16_128, config)
     launch(kernel, batch=64, heads_q=64)
     launch(kernel, batch=1)
     assert [call.grid[0] for call in fake.launches] == [2 * 132, 8 * 3]
@@ -220,7 +210,7 @@ def test_persistent_kernels_get_as_many_blocks_as_fit(fake: FakeDriver) -> None:
 def test_a_cluster_has_a_block_for_each_share_of_a_tile(fake: FakeDriver) -> None:
     """300 queries are two tiles of 2 x 128, 132 SMs take 66 clusters; K and V come in halves."""
     config = SM90.model_copy(update={"cluster": 2})
-    launch(LoadedKernel(compiled(BF16_128), BF16_128, config))
+    launch(Executor(compiled(BF16_128), BF16_128, config))
     assert fake.launches[0].grid[0] == 2 * 2 * 8 * 2
     assert params_of(fake).tiles == 2 * 8 * 2
     assert [box for *_, box, _, _, _, _, _ in fake.encoded] == [
@@ -230,16 +220,16 @@ def test_a_cluster_has_a_block_for_each_share_of_a_tile(fake: FakeDriver) -> Non
         (64, 88, 1, 1),
     ]
     persistent = config.model_copy(update={"persistent": True})
-    launch(LoadedKernel(compiled(BF16_128), BF16_128, persistent), batch=64)
+    launch(Executor(compiled(BF16_128), BF16_128, persistent), batch=64)
     assert fake.launches[1].grid[0] == 132
     fake.device = fake.device.model_copy(update={"sm_count": 131})
-    launch(LoadedKernel(compiled(BF16_128), BF16_128, persistent), batch=64)
+    launch(Executor(compiled(BF16_128), BF16_128, persistent), batch=64)
     assert fake.launches[2].grid[0] == 130
 
 
 def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: FakeDriver) -> None:
     config = SM90.model_copy(update={"persistent": True, "dynamic_tiles": True})
-    kernel = LoadedKernel(compiled(BF16_128), BF16_128, config)
+    kernel = Executor(compiled(BF16_128), BF16_128, config)
 
     def counter(stream: int, device_index: int = 0) -> int:
         tensor = view(1 << 20, 1, 64, 1)
@@ -263,16 +253,16 @@ def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: Fak
     assert fake.slabs == 3
 
 
-def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
     assert fake.launches[0].arguments[-1] == bytes(8)
     assert fake.slabs == 0
 
 
-def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: LoadedKernel) -> None:
+def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: Executor) -> None:
     with pytest.raises(UnsupportedError, match="2,147,483,648 tiles"):
         launch(sm90, batch=1 << 20, heads_q=1 << 11, seqlen_q=1)
-    clusters = LoadedKernel(compiled(BF16_128), BF16_128, SM90.model_copy(update={"cluster": 2}))
+    clusters = Executor(compiled(BF16_128), BF16_128, SM90.model_copy(update={"cluster": 2}))
     with pytest.raises(UnsupportedError, match="up to 1,073,741,823;"):
         launch(clusters, batch=1 << 20, heads_q=1 << 10, seqlen_q=1)
     with pytest.raises(UnsupportedError, match="1,073,741,824"):
@@ -306,7 +296,7 @@ def test_heads_that_share_the_l2(lengths: Lengths, heads: int) -> None:
 
 
 def test_another_device_is_made_current_for_the_launch_only(
-    fake: FakeDriver, sm90: LoadedKernel
+    fake: FakeDriver, sm90: Executor
 ) -> None:
     launch(sm90, device_index=1)
     assert fake.launches[0].context == CONTEXT + 1
@@ -318,7 +308,7 @@ def test_another_device_is_made_current_for_the_launch_only(
     assert [index for _, index in fake.prepared] == [1, 0]
 
 
-def test_threads_share_no_plan(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_threads_share_no_plan(fake: FakeDriver, sm90: Executor) -> None:
     get_context = fake.get_context
 
     def slow_get_context(out: ctypes.c_void_p) -> int:
@@ -347,7 +337,7 @@ def test_threads_share_no_plan(fake: FakeDriver, sm90: LoadedKernel) -> None:
     assert seen == {(i + 1) << 20: 20 for i in range(8)}
 
 
-def test_a_failed_launch_names_the_error(fake: FakeDriver, sm90: LoadedKernel) -> None:
+def test_a_failed_launch_names_the_error(fake: FakeDriver, sm90: Executor) -> None:
     fake.status = 719
     with pytest.raises(CudaError, match=r"CUDA_ERROR_LAUNCH_FAILED \(719\).*new process") as caught:
         launch(sm90)

@@ -191,14 +191,14 @@ def test_inputs_are_standard_normal(dtype: str) -> None:
 @pytest.mark.gpu
 def test_measure_a_kernel() -> None:
     from fagen.build.compile import compile_kernel
-    from fagen.kernels.space import default_config
+    from fagen.kernels.registry import default_config
     from fagen.run.driver import query_device
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
     device = query_device(0)
     problem = Problem(dtype="bf16", head_dim=64)
     config = default_config(problem, device)
-    kernel = LoadedKernel(compile_kernel(problem, config, device.arch), problem, config)
+    kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
     small, large = (
         Shape(batch=4, seqlen_q=n, seqlen_k=n, heads_q=16, heads_kv=16) for n in (1024, 4096)
     )

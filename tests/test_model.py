@@ -21,10 +21,10 @@ import pytest
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from fagen.build.compile import Resources
+from fagen.build.compiled import Resources
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
-from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
-from fagen.kernels.space import default_config
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.tuning.model import (
     STATIC_TILE_KEYS,

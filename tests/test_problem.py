@@ -8,7 +8,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from fagen.problem import DTYPES, Bucket, Problem, Shape, standard_shape
+from fagen.problem import DTYPE_NAMES, Bucket, Problem, Shape, standard_shape
 
 
 def shape(
@@ -77,7 +77,7 @@ def test_head_dims_outside_of_what_is_covered_are_refused(head_dim: int) -> None
 def test_names_tell_problems_apart() -> None:
     problems = [
         Problem(dtype=dtype, head_dim=head_dim, causal=causal, alignment=alignment)
-        for dtype in DTYPES
+        for dtype in DTYPE_NAMES
         for head_dim in (64, 128)
         for causal in (False, True)
         for alignment in (2, 16)

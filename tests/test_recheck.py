@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from records import some_record
 
-from fagen.build.compile import Compiled
+from fagen.build.compiled import Compiled
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, DeviceError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.records.store import Card, Record
 from fagen.show.recheck import Rechecked, recheck

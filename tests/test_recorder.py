@@ -16,7 +16,7 @@ import fagen
 from fagen import api
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import default_config
 from fagen.problem import Problem, Shape
 from fagen.records import recorder, store
 from fagen.records.store import Calls, load_calls, save_calls

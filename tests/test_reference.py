@@ -14,9 +14,9 @@ from fagen.device import architecture
 from fagen.judge import reference
 from fagen.judge.reference import NUMPY_DTYPE
 from fagen.judge.verify import random_inputs
-from fagen.problem import DTYPES, Dtype, Problem, Shape
+from fagen.problem import DTYPE_NAMES, DtypeName, Problem, Shape
 
-ULP: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # at 1
+ULP: dict[DtypeName, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # at 1
 
 
 def by_loops(
@@ -92,8 +92,8 @@ def test_scale_defaults_to_the_root_of_the_head_dim() -> None:
     assert not np.allclose(default, reference.attention(q, k, v, softmax_scale=0.3)[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounded_variants_err_by_about_an_ulp(dtype: Dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_rounded_variants_err_by_about_an_ulp(dtype: DtypeName) -> None:
     shape = Shape(batch=1, seqlen_q=100, seqlen_k=150, heads_q=2, heads_kv=1)
     found = reference.references(*random_inputs(dtype, 64, shape))
     ulp = ULP[dtype]
@@ -115,8 +115,8 @@ def test_wide_inputs_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_compiles(dtype: Dtype, arch: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_kernel_compiles(dtype: DtypeName, arch: str) -> None:
     source = fold("reference_forward.cu", **NUMBER[dtype])
     resources = compile_source(source, architecture(arch), "reference_forward").resources
     assert resources.why_bad() is None
@@ -125,14 +125,14 @@ def test_kernel_compiles(dtype: Dtype, arch: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "head_dim"), [(300, 600, 72), (70, 33, 256)])
 def test_kernel_equals_numpy(
-    seqlen_q: int, seqlen_k: int, head_dim: int, dtype: Dtype, causal: bool
+    seqlen_q: int, seqlen_k: int, head_dim: int, dtype: DtypeName, causal: bool
 ) -> None:
     import cupy
 
-    from fagen.run.launch import TensorView
+    from fagen.run.executor import TensorView
 
     shape = Shape(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_kv=2)
     inputs = random_inputs(dtype, head_dim, shape)

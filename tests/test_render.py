@@ -13,10 +13,12 @@ import pytest
 from jinja2 import UndefinedError
 
 from fagen.build import render
-from fagen.build.compile import Compiled, compile_many
+from fagen.build.compile import compile_many
+from fagen.build.compiled import Compiled
 from fagen.device import architecture, typical_device
-from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
-from fagen.kernels.space import axes, default_config, why_illegal
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import axes, why_illegal
 from fagen.problem import Problem
 
 SM90 = typical_device(architecture("sm90"))
@@ -43,7 +45,7 @@ def test_the_same_arguments_give_the_same_text(template: str) -> None:
 
 def test_text_does_not_depend_on_process_folder_or_hash_seed(tmp_path: Path) -> None:
     code = f"""
-from fagen.kernels.config import parse_config
+from fagen.kernels.registry import parse_config
 from fagen.problem import Problem
 from fagen.build.render import render
 config = parse_config({BASES["forward_sm90"].model_dump()!r})
@@ -84,9 +86,9 @@ def test_includes_are_folded_in_once(template: str) -> None:
 def test_kernel_bears_the_name_of_its_problem(template: str) -> None:
     text = _text(template, causal=True)
     assert re.search(r'extern "C" __global__ [^;{]*\bfagen_forward_bf16_d64_causal\(', text)
-    assert render.kernel_name(PROBLEM) == "fagen_forward_bf16_d64_full"
+    assert symbol(PROBLEM) == "fagen_forward_bf16_d64_full"
     narrow = PROBLEM.model_copy(update={"alignment": 2})
-    assert render.kernel_name(narrow) == "fagen_forward_bf16_d64_full_narrow"
+    assert symbol(narrow) == "fagen_forward_bf16_d64_full_narrow"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Shape
 from fagen.show.report import summarise
 from fagen.tuning.objective import predicted

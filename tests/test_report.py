@@ -14,8 +14,8 @@ import pytest
 from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError
-from fagen.kernels.config import Sm90Forward
-from fagen.kernels.space import default_config
+from fagen.kernels import Sm90Forward
+from fagen.kernels.registry import default_config
 from fagen.problem import Problem, Shape
 from fagen.show.report import (
     Report,

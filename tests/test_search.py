@@ -16,8 +16,9 @@ import pytest
 
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, StoreError
-from fagen.kernels.config import AnyConfig, Sm80Forward, parse_config
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels import Sm80Forward
+from fagen.kernels.registry import AnyConfig, default_config, parse_config
+from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape
 from fagen.tuning.model import predict
 from fagen.tuning.outcome import Measured, Outcome, Rejected

@@ -14,18 +14,14 @@ from typing import Any
 import pytest
 
 from fagen.build import render
-from fagen.build.compile import Compiled, compile_many, compile_source
+from fagen.build.compile import compile_many, compile_source
+from fagen.build.compiled import Compiled
 from fagen.device import ARCHITECTURES, Device, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError
-from fagen.kernels.config import (
-    TEMPLATES,
-    AnyConfig,
-    Sm80Forward,
-    Sm90Forward,
-    parse_config,
-    round_up,
-)
-from fagen.kernels.space import axes, default_config, legal_configs, why_illegal
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import TEMPLATES, AnyConfig, default_config, parse_config
+from fagen.kernels.space import axes, legal_configs, why_illegal
+from fagen.kernels.template import round_up
 from fagen.problem import Problem
 from fagen.tuning.search.legal import LegalSet
 
@@ -317,7 +313,7 @@ def test_compiler_agrees_on_what_one_wgmma_needs(head_dim: int, block_n: int, fi
     reason = why_illegal(config, _problem(head_dim), _device("sm90"))
     assert (reason is None) is fits
     source = render.render(_problem(head_dim), config)
-    name = render.kernel_name(_problem(head_dim))
+    name = symbol(_problem(head_dim))
     if fits:
         compile_source(source, _device("sm90").arch, name, cached=False)
     else:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from records import H200, some_record
 
 from fagen.errors import StoreError, WriteError
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import default_config
 from fagen.problem import Problem
 from fagen.records import store
 from fagen.records.store import (

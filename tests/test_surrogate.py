@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fagen.device import KNOWN_DEVICES
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, standard_shape
 from fagen.tuning.model import predict
 from fagen.tuning.outcome import Measured, Outcome, Rejected

@@ -15,11 +15,11 @@ import optuna
 import pytest
 from records import some_record
 
-from fagen.build.compile import Compiled, Resources
+from fagen.build.compiled import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape, standard_shape
 from fagen.records.store import CONFIG_VARIABLE, Card, load_records, save_records
 from fagen.show.bench import HEAD_DIMS, SEQLENS

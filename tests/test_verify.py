@@ -14,29 +14,29 @@ import pytest
 from wrong.bugs import BUGS
 
 from fagen.build.compile import compile_source
-from fagen.build.render import kernel_name, render
+from fagen.build.render import render
 from fagen.device import architecture, typical_device
 from fagen.judge import reference, verify
 from fagen.judge.reference import NUMPY_DTYPE, by_row
 from fagen.judge.verify import Expected, expect, judge, random_inputs
-from fagen.kernels.config import Sm90Forward
-from fagen.kernels.space import default_config
-from fagen.problem import DTYPES, Dtype, Problem, Shape
+from fagen.kernels import Sm90Forward
+from fagen.kernels.registry import default_config
+from fagen.problem import DTYPE_NAMES, DtypeName, Problem, Shape
 
 Array = np.ndarray[Any, Any]
 SHAPE = Shape(batch=1, seqlen_q=90, seqlen_k=70, heads_q=2, heads_kv=1)  # causal: 20 empty rows
 HEAD_DIM = 64
 
 
-def expected_of(dtype: Dtype) -> Expected:
+def expected_of(dtype: DtypeName) -> Expected:
     return expect(reference.references(*INPUTS[dtype], causal=True), dtype, SHAPE)
 
 
-INPUTS = {dtype: random_inputs(dtype, HEAD_DIM, SHAPE) for dtype in DTYPES}
-EXPECTED = {dtype: expected_of(dtype) for dtype in DTYPES}
+INPUTS = {dtype: random_inputs(dtype, HEAD_DIM, SHAPE) for dtype in DTYPE_NAMES}
+EXPECTED = {dtype: expected_of(dtype) for dtype in DTYPE_NAMES}
 
 
-def flash(dtype: Dtype, fault: str = "") -> tuple[Array, Array]:
+def flash(dtype: DtypeName, fault: str = "") -> tuple[Array, Array]:
     """A fused kernel in NumPy, float32 softmax over blocks of 8 keys, with a fault in it."""
     q, k, v = (x[0].astype(np.float32) for x in INPUTS[dtype])
     rounding = NUMPY_DTYPE[dtype]
@@ -74,8 +74,8 @@ def flash(dtype: Dtype, fault: str = "") -> tuple[Array, Array]:
     return by_row(out).astype(rounding), lse.ravel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_right_kernel_is_near_the_unavoidable_error(dtype: Dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_a_right_kernel_is_near_the_unavoidable_error(dtype: DtypeName) -> None:
     verdict = judge(*flash(dtype), EXPECTED[dtype])
     assert verdict
     assert verdict.reason == ""
@@ -84,7 +84,7 @@ def test_a_right_kernel_is_near_the_unavoidable_error(dtype: Dtype) -> None:
     assert verdict.lse_error < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -95,7 +95,7 @@ def test_a_right_kernel_is_near_the_unavoidable_error(dtype: Dtype) -> None:
         ("rounded accumulator", "RMS error"),
     ],
 )
-def test_wrong_arithmetic_is_refused(dtype: Dtype, fault: str, reason: str) -> None:
+def test_wrong_arithmetic_is_refused(dtype: DtypeName, fault: str, reason: str) -> None:
     verdict = judge(*flash(dtype, fault), EXPECTED[dtype])
     assert not verdict
     assert re.search(reason, verdict.reason), verdict.reason
@@ -331,7 +331,7 @@ def test_planted_bugs_compile(name: str, template: str, arch: str) -> None:
     problem = PROBLEMS[bug.causal]
     device = typical_device(architecture(arch))
     source = render(problem, default_config(problem, device, template))
-    compile_source(bug.plant(template, source), device.arch, kernel_name(problem))
+    compile_source(bug.plant(template, source), device.arch, symbol(problem))
 
 
 @pytest.mark.gpu
@@ -339,7 +339,7 @@ def test_planted_bugs_compile(name: str, template: str, arch: str) -> None:
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_refused(name: str, template: str) -> None:
     from fagen.run.driver import query_device
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
     device = query_device(0)
     if template not in device.arch.templates:
@@ -350,8 +350,8 @@ def test_planted_bugs_are_refused(name: str, template: str) -> None:
     right = render(problem, config)
     verdicts = []
     for source in (right, bug.plant(template, right)):
-        compiled = compile_source(source, device.arch, kernel_name(problem))
-        verdicts.append(verify.verify(LoadedKernel(compiled, problem, config)))
+        compiled = compile_source(source, device.arch, symbol(problem))
+        verdicts.append(verify.verify(Executor(compiled, problem, config)))
     assert verdicts[0], verdicts[0].reason
     assert not verdicts[1]
     assert re.search(bug.reason, verdicts[1].reason), verdicts[1].reason
@@ -361,18 +361,18 @@ def test_planted_bugs_are_refused(name: str, template: str) -> None:
 def test_sample_of_a_large_shape() -> None:
     from fagen.build.compile import compile_kernel
     from fagen.run.driver import query_device
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
     device = query_device(0)
     problem = PROBLEMS[True]
     config = default_config(problem, device)
     shape = Shape(batch=2, seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_kv=2)
-    kernel = LoadedKernel(compile_kernel(problem, config, device.arch), problem, config)
+    kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
     verdict = verify.check_sample(kernel, shape)
     assert verdict, verdict.reason
     assert 0.5 < verdict.rms_ratio < 1.3
 
     bug = BUGS["causal off by one"]
     source = bug.plant(config.template, kernel.compiled.source)
-    wrong = LoadedKernel(compile_source(source, device.arch, kernel_name(problem)), problem, config)
+    wrong = Executor(compile_source(source, device.arch, symbol(problem)), problem, config)
     assert "output is off" in verify.check_sample(wrong, shape).reason

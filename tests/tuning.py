@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.tuning.outcome import Measured, Outcome
 from fagen.tuning.tasks import Task

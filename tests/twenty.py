@@ -15,9 +15,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from fagen.build.compile import Compiled, compile_many
+from fagen.build.compile import compile_many
+from fagen.build.compiled import Compiled
 from fagen.device import architecture
-from fagen.kernels.config import AnyConfig, Sm80Forward, Sm90Forward
+from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem
 
 

@@ -12,26 +12,26 @@ nothing of fagen any more:
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, get_args
 
 from fagen import __version__
-from fagen.build.render import NUMBER, fold, kernel_name, render
+from fagen.build.render import fold, render
 from fagen.device import Architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
-from fagen.kernels.config import AnyConfig, Sm90Forward
-from fagen.kernels.space import default_config, why_illegal
-from fagen.problem import Problem
+from fagen.kernels.registry import AnyConfig, default_config, template_of
+from fagen.kernels.space import why_illegal
+from fagen.kernels.template import symbol
+from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
     from fagen.records.store import Record
 
 Format = Literal["cu", "ptx", "cubin"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_MAP_TYPE = {"bf16": "BFLOAT16", "fp16": "FLOAT16"}
-_ROUNDOFF = {"bf16": "0x1p-8", "fp16": "0x1p-11"}  # half a unit in the last place of 1
 
 
 def emit(
@@ -48,7 +48,7 @@ def emit(
     Args:
         record: where `config` comes from; None for a config that nobody tuned.
         format: "cu" for sources, "ptx" or "cubin" for what NVRTC makes of the kernel alone
-            (its symbol is `render.kernel_name(problem)`).
+            (its symbol is `render.symbol(problem)`).
         name: what the files and the launcher are called; PROBLEM_ARCH if None, such as
             "forward_bf16_d128_causal_sm90".
 
@@ -72,7 +72,7 @@ def emit(
 
     if format == "cubin":
         return {f"{name}.cubin": compile_kernel(problem, config, arch).cubin}
-    return {f"{name}.ptx": to_ptx(render(problem, config), arch, kernel_name(problem))}
+    return {f"{name}.ptx": to_ptx(render(problem, config), arch, symbol(problem))}
 
 
 def emit_all(
@@ -114,21 +114,26 @@ def default_name(problem: Problem, arch: Architecture) -> str:
 def _sources(
     problem: Problem, config: AnyConfig, arch: Architecture, record: Record | None, name: str
 ) -> dict[str, str | bytes]:
+    some = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
+    contiguous = ((128 * problem.head_dim, problem.head_dim, problem.head_dim),) * 4
+    plan = template_of(config).plan(problem, config, some, contiguous, typical_device(arch))
+    (launch,) = plan.launches
     values = {
         "stem": name,
         "problem": problem,
         "arch": arch,
         "target": arch.target,
-        "kernel_name": kernel_name(problem),
-        "smem_bytes": config.smem_bytes(problem),
+        "kernel_name": launch.entry,
+        "smem_bytes": launch.smem_bytes,
         "alignment": problem.alignment,
-        "tile_rows": "kTileRows" if isinstance(config, Sm90Forward) else "kBlockM",
-        "tma": isinstance(config, Sm90Forward),
+        "tile_rows": "kTileRows" if launch.maps else "kBlockM",
+        "tma": bool(launch.maps),
         "persistent": config.is_persistent,
-        "dynamic_tiles": config.draws_tiles,
-        "map_type": _MAP_TYPE[problem.dtype],
-        "roundoff": _ROUNDOFF[problem.dtype],
-        **NUMBER[problem.dtype],
+        "dynamic_tiles": launch.draws_tiles,
+        "map_type": problem.element.tensor_map,
+        "roundoff": f"0x1p{math.frexp(problem.element.epsilon / 2)[1] - 1}",
+        "number": problem.element.number,
+        "number_header": problem.element.number_header,
     }
     return {
         f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),

@@ -22,7 +22,7 @@ from fagen.errors import ArgumentError, DeviceError, FagenError, UnsupportedErro
 
 if TYPE_CHECKING:
     from fagen.device import Device
-    from fagen.kernels.config import AnyConfig
+    from fagen.kernels.registry import AnyConfig
     from fagen.problem import Problem, Shape
     from fagen.records.store import Record, Store
     from fagen.show.check import Report
@@ -91,7 +91,7 @@ def _example(command: str) -> str:
 
 
 def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
-    from fagen.kernels.config import as_argument_error
+    from fagen.errors import as_argument_error
     from fagen.problem import Problem
 
     with as_argument_error("{}; allowed: dtype fp16, bf16; head_dim a multiple of 8 from 8 to 256"):
@@ -181,9 +181,9 @@ def _axis_words(words: Sequence[str]) -> dict[str, str]:
 
 
 def _refuse_unknown_axes(names: Iterable[str], template: str) -> None:
-    from fagen.kernels.config import TEMPLATES
+    from fagen.kernels.registry import TEMPLATES
 
-    allowed = TEMPLATES[template].axis_names()
+    allowed = TEMPLATES[template].Config.axis_names()
     for name in names:
         if name not in allowed:
             raise ArgumentError(
@@ -193,8 +193,8 @@ def _refuse_unknown_axes(names: Iterable[str], template: str) -> None:
 
 def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
     """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
-    from fagen.kernels.config import TEMPLATES, parse_config
-    from fagen.kernels.space import default_config, require_legal
+    from fagen.kernels.registry import TEMPLATES, default_config, parse_config
+    from fagen.kernels.space import require_legal
 
     values = _axis_words(words)
     template = values.pop("template", base.template)
@@ -212,8 +212,7 @@ def _subspace(
     words: Sequence[str], template: str | None, task: Task, device: Device
 ) -> dict[str, Any]:
     """The values that words such as "block_n=64,128" leave to axes, for `tune`."""
-    from fagen.kernels.config import parse_config
-    from fagen.kernels.space import default_config
+    from fagen.kernels.registry import default_config, parse_config
 
     default = default_config(task.problem, device, template)
     values = _axis_words(words)
@@ -383,7 +382,7 @@ def tune(
     from rich.console import Console
 
     from fagen.cli.progress import TuneProgress, describe_gain, span
-    from fagen.kernels.config import TEMPLATES
+    from fagen.kernels.registry import TEMPLATES
     from fagen.tuning import tuner as room
     from fagen.tuning.search.studies import without_password
     from fagen.tuning.tasks import tasks_from
@@ -483,7 +482,7 @@ def _tasks(
     heads: int | None,
     kv_heads: int | None,
 ) -> list[Task]:
-    from fagen.kernels.config import as_argument_error
+    from fagen.errors import as_argument_error
     from fagen.tuning import tasks as room
 
     chosen: dict[str, Any] = {
@@ -559,7 +558,7 @@ def _default_shape(
     kv_heads: int | None,
 ) -> Shape:
     """The shape of these flags; what is left out is filled up to 16k tokens of hidden size 2048."""
-    from fagen.kernels.config import as_argument_error
+    from fagen.errors import as_argument_error
     from fagen.problem import standard_shape
 
     with as_argument_error():
@@ -940,7 +939,7 @@ def doctor(as_json: AsJson = False) -> None:
 @cache_app.command("path", epilog=_example("cache path"))
 def cache_path() -> None:
     """Print the folder of compiled kernels (FAGEN_CACHE moves it)."""
-    from fagen.build.compile import cache_folder
+    from fagen.build.cache import cache_folder
 
     print(cache_folder())
 
@@ -948,7 +947,7 @@ def cache_path() -> None:
 @cache_app.command("clear", epilog=_example("cache clear"))
 def cache_clear() -> None:
     """Remove every compiled kernel; the next call compiles again."""
-    from fagen.build.compile import clear_cache
+    from fagen.build.cache import clear_cache
 
     print(f"freed {clear_cache() / 1e6:.1f} MB")
 

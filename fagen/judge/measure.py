@@ -12,21 +12,19 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from fagen.errors import DeviceError
-from fagen.judge.cupy_device import helper_kernel, on_device
-from fagen.kernels.config import ELEMENT_BYTES
-from fagen.problem import WIDE_ALIGNMENT, Problem, Shape
-from fagen.run.driver import query_device
+from fagen.judge.bench import Bench
+from fagen.judge.inputs import timing_tensors
+from fagen.problem import Shape
 
 if TYPE_CHECKING:
-    from fagen.run.launch import LoadedKernel, TensorView
+    from fagen.run.executor import Executor
 
 Call = Callable[[int], object]  # takes the CUDA stream's handle and only queues work on it
 
@@ -40,7 +38,6 @@ LONGEST_GATE_NS = 500_000_000  # a call that waits for the device would wait for
 MIN_SAMPLES, MAX_SAMPLES = 5, 200
 MIN_ROUNDS = 5  # of a comparison
 FEW_SAMPLES = 3  # enough to see that a candidate is hopeless
-FILL_THREADS, FILL_BLOCKS = 256, 4096
 PRECISION = 0.003  # stop at this relative standard error of the median
 
 
@@ -66,61 +63,11 @@ class Timing(BaseModel):
     stopped: bool = False
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """Inputs and an output for timing: contiguous, Q, K and V random normal.
-
-    Attributes:
-        q, k, v, o: where they are.
-        arrays: the flat uint16 CuPy arrays that hold them, in this order.
-        lead: elements of each array before its tensor.
-    """
-
-    q: TensorView
-    k: TensorView
-    v: TensorView
-    o: TensorView
-    arrays: tuple[Any, ...]
-    lead: int
-
-
-@lru_cache(maxsize=4)
-def tensors(problem: Problem, shape: Shape, device_index: int, seed: int = 0) -> Tensors:
-    """Device tensors of that shape, made once; a narrow problem's are not aligned."""
-    import cupy
-
-    from fagen.run.launch import TensorView
-
-    lead = 0 if problem.alignment == WIDE_ALIGNMENT else 1
-    is_bf16 = np.int32(problem.dtype == "bf16")
-    arrays: list[Any] = []
-
-    def normal(seqlen: int, heads: int) -> TensorView:
-        dims = (shape.batch, seqlen, heads, problem.head_dim)
-        array = cupy.empty(math.prod(dims) + lead, np.uint16)
-        if array.size > 0:
-            blocks = min(-(-array.size // FILL_THREADS), FILL_BLOCKS)
-            stream_seed = np.uint64(4 * seed + len(arrays))
-            arguments = (array, np.int64(array.size), stream_seed, is_bf16)
-            fill((blocks,), (FILL_THREADS,), arguments)
-        arrays.append(array)
-        return TensorView.contiguous(int(array.data.ptr) + ELEMENT_BYTES * lead, dims)
-
-    with on_device(device_index):
-        fill = helper_kernel("fill_normal", "measure.cu", device_index)
-        q = normal(shape.seqlen_q, shape.heads_q)
-        k = normal(shape.seqlen_k, shape.heads_kv)
-        v = normal(shape.seqlen_k, shape.heads_kv)
-        o = normal(shape.seqlen_q, shape.heads_q)
-        cupy.cuda.get_current_stream().synchronize()
-    return Tensors(q, k, v, o, tuple(arrays), lead)
-
-
 def measure(
-    kernel: LoadedKernel,
+    kernel: Executor,
     shape: Shape,
+    bench: Bench,
     *,
-    device_index: int = 0,
     budget_s: float = 0.15,
     give_up_us: float | None = None,
 ) -> Timing:
@@ -133,25 +80,24 @@ def measure(
     Raises:
         CudaError: if a CUDA call failed, the kernel's own faults included.
     """
-    call = call_of(kernel, shape, device_index)
-    return time_call(call, device_index=device_index, budget_s=budget_s, give_up_us=give_up_us)
+    call = call_of(kernel, shape, bench)
+    return time_call(call, bench, budget_s=budget_s, give_up_us=give_up_us)
 
 
-def call_of(kernel: LoadedKernel, shape: Shape, device_index: int) -> Call:
-    """A launch of the kernel on `tensors` of that shape, without the LSE."""
-    at = tensors(kernel.problem, shape, device_index)
-    scale = 1 / math.sqrt(kernel.problem.head_dim)
+def call_of(kernel: Executor, shape: Shape, bench: Bench) -> Call:
+    """A launch of the kernel on `inputs.timing_tensors` of that shape."""
+    views = timing_tensors(bench, kernel.problem, shape).views
 
     def call(stream: int) -> None:
-        kernel.launch(at.q, at.k, at.v, at.o, 0, scale, device_index=device_index, stream=stream)
+        bench.launch(kernel, shape, views, stream)
 
     return call
 
 
 def time_call(
     call: Call,
+    bench: Bench,
     *,
-    device_index: int = 0,
     budget_s: float = 0.15,
     give_up_us: float | None = None,
 ) -> Timing:
@@ -160,7 +106,7 @@ def time_call(
     Stops when the median is known to `PRECISION`, or the budget is spent, or the call is
     clearly slower than `give_up_us`.
     """
-    timer = _timer(device_index)
+    timer = timer_of(bench)
     deadline = time.perf_counter() + budget_s
     timer.warm_up([call])
     estimate = timer.burst([call])[0]
@@ -211,11 +157,11 @@ def _is_hopeless(samples: Sequence[float], give_up_us: float) -> bool:
 
 def compare(
     calls: Mapping[str, Call],
+    bench: Bench,
     *,
     rounds: int = 7,
     samples_per_round: int = 5,
     budget_s: float = 60.0,
-    device_index: int = 0,
     seed: int = 0,
 ) -> dict[str, list[float]]:
     """Times several calls side by side: in each round each of them, in random order.
@@ -228,7 +174,7 @@ def compare(
         For each name, its median of each round in microseconds. What slows a round slows all its
         entries.
     """
-    timer = _timer(device_index)
+    timer = timer_of(bench)
     shuffle = random.Random(seed).shuffle
     timer.warm_up(calls.values())
     bursts = {
@@ -248,37 +194,23 @@ def compare(
     return times
 
 
-def read_clock(device_index: int = 0) -> float:
+def read_clock(bench: Bench) -> float:
     """The SM clock in MHz that this process's samples have seen since the last reading."""
-    return _timer(device_index).clock_mhz
+    return timer_of(bench).clock_mhz
 
 
-def prepare(device_index: int) -> None:
-    """Sets up what every measurement on a device needs.
-
-    Raises:
-        CudaError, DeviceError: as `cupy_device.on_device`.
-    """
-    _timer(device_index)
-
-
-@cache
-def _timer(device_index: int) -> _Timer:
-    return _Timer(device_index)
-
-
-class _Timer:
+class Timer:
     """A stream of its own, a gate on it, and memory to flush the L2 with."""
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, bench: Bench) -> None:
         import cupy
 
-        self._device_index = device_index
+        self._bench = bench
         self._ticket = 0
-        with on_device(device_index):
-            self._gate = helper_kernel("gate", "measure.cu", device_index)
+        with bench.use():
+            self._gate = bench.kernel("gate", "measure.cu")
             self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._scratch = cupy.empty(2 * query_device(device_index).l2_bytes, np.uint8)
+            self._scratch = cupy.empty(2 * bench.device.l2_bytes, np.uint8)
             self._pinned = cupy.cuda.alloc_pinned_memory(4)
             self._opened = np.frombuffer(self._pinned, np.int32, 1)
             self._opened[0] = 0
@@ -288,14 +220,14 @@ class _Timer:
     @property
     def clock_mhz(self) -> float:
         """The SM clock that the gates saw, since the last time this was asked."""
-        with on_device(self._device_index):
+        with self._bench.use():
             clocks, nanoseconds, _ = self._totals.get()
             self._totals.data.memset(0, self._totals.nbytes)
         return 1e3 * float(clocks) / max(float(nanoseconds), 1.0)
 
     def warm_up(self, calls: Iterable[Call]) -> None:
         """Each call once with no gate: the first one may load code, which waits for the device."""
-        with on_device(self._device_index):
+        with self._bench.use():
             for call in calls:
                 call(self._stream.ptr)
             self._stream.synchronize()
@@ -305,7 +237,7 @@ class _Timer:
         import cupy
 
         events = []
-        with on_device(self._device_index):
+        with self._bench.use():
             for call in calls:
                 start, stop = cupy.cuda.Event(), cupy.cuda.Event()
                 events.append((start, stop))
@@ -332,3 +264,6 @@ class _Timer:
                     "a timed call waited for the device: it may only queue work on its stream"
                 )
             return [1e3 * cupy.cuda.get_elapsed_time(*pair) for pair in events]
+
+
+timer_of = cache(Timer)  # made, and so set up, once for each bench

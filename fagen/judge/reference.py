@@ -15,48 +15,51 @@ kernel (templates/reference_forward.cu.j2), which needs neither torch nor cuBLAS
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fagen.build.render import NUMBER
-from fagen.judge.cupy_device import helper_kernel, on_device
-from fagen.problem import Dtype, Problem
+from fagen.judge.bench import Bench
+from fagen.mask import Mask
+from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
-    from fagen.run.launch import TensorView
+    from fagen.run.executor import TensorView
 
 Float64 = NDArray[np.float64]
 Variant = Literal["exact", "low_precision", "float32_softmax"]
 
-NUMPY_DTYPE: dict[Dtype, np.dtype[Any]] = {
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-}
-EPSILON: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of a float at 1
-REFERENCE_THREADS = 256  # kThreads of templates/reference_forward.cu.j2
+REFERENCE_THREADS = 256  # kThreads of the CUDA reference
 
 
 @dataclass(frozen=True)
-class References:
-    """What a kernel's output is compared with; rows go through batch, head and query, in this
-    order, or are those that were asked for.
+class Reference:
+    """What one output is compared with, row by row.
 
     Attributes:
-        rows: (rows,) int64: (batch * heads_q + head) * seqlen_q + query of each row.
-        out: (rows, head_dim), exact.
-        lse: (rows,), natural logarithm; -inf for a row without keys.
-        low_precision, float32_softmax: (rows, head_dim), the variants.
+        row_dims: the dimensions that a row's number counts through, the last one fastest.
+        rows: (rows,) int64, the numbers.
+        exact: (rows, columns).
+        low_precision, unavoidable: the same with roundings, of a 16-bit output: those of a
+            framework that knows no fused kernels, and those that no fused kernel can avoid. None
+            of an output that has to be exact.
+        empty: (rows,) whether nothing goes into a row: it then has to be exactly what it is here.
     """
 
+    row_dims: tuple[str, ...]
     rows: NDArray[np.int64]
-    out: Float64
-    lse: Float64
-    low_precision: Float64
-    float32_softmax: Float64
+    exact: Float64
+    low_precision: Float64 | None
+    unavoidable: Float64 | None
+    empty: NDArray[np.bool_]
+
+
+References = Mapping[str, Reference]  # by the output's name
+
+QUERY_ROWS = ("batch", "heads_q", "seqlen_q")
 
 
 def round_to(x: Float64, dtype: np.dtype[Any]) -> Float64:
@@ -104,16 +107,16 @@ def _attention(
     dtype = np.result_type(q.dtype)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
 
-    visible = np.full(seqlen_q, seqlen_k)  # keys that each query sees
-    if causal:
-        visible = np.clip(np.arange(seqlen_q) + 1 + seqlen_k - seqlen_q, 0, seqlen_k)
+    row = np.arange(seqlen_q) if queries is None else queries
+    begin, end = Mask(causal).visible(row, seqlen_q, seqlen_k)
     if queries is not None:
-        q, visible = q[:, queries], visible[queries]
-    sees = visible > 0
-    hidden = np.arange(seqlen_k) >= visible[sees, None]
+        q = q[:, queries]
+    sees = end > begin
+    key = np.arange(seqlen_k)
+    hidden = (key < begin[sees, None]) | (key >= end[sees, None])
 
     out = np.zeros((*q.shape[:3], v.shape[3]))
-    lse = np.full((batch, heads_q, visible.size), -np.inf)
+    lse = np.full((batch, heads_q, row.size), -np.inf)
 
     def rounded(x: Float64, when: bool) -> Float64:
         return round_to(x, dtype) if when else x
@@ -140,21 +143,30 @@ def _attention(
 
 
 def references(
-    q: NDArray[Any],
-    k: NDArray[Any],
-    v: NDArray[Any],
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    problem: Problem, inputs: Mapping[str, NDArray[Any]], *, softmax_scale: float | None = None
 ) -> References:
-    """All that `verify.judge` wants, in NumPy; the arguments are those of `attention`."""
+    """All that `verify` compares the forward pass with, in NumPy.
+
+    Args:
+        inputs: q, k and v, as of `attention`.
+    """
     variants: tuple[Variant, ...] = ("exact", "low_precision", "float32_softmax")
+    q, k, v = (inputs[name] for name in "qkv")
     (out, lse), (low, _), (soft, _) = (
-        _attention(q, k, v, causal, softmax_scale, variant) for variant in variants
+        _attention(q, k, v, problem.causal, softmax_scale, variant) for variant in variants
     )
-    return References(
-        np.arange(lse.size, dtype=np.int64), by_row(out), lse.ravel(), by_row(low), by_row(soft)
-    )
+    rows = np.arange(lse.size, dtype=np.int64)
+    return _forward(rows, by_row(out), lse.ravel(), by_row(low), by_row(soft))
+
+
+def _forward(
+    rows: NDArray[np.int64], out: Float64, lse: Float64, low: Float64, soft: Float64
+) -> References:
+    empty = lse == -np.inf
+    return {
+        "o": Reference(QUERY_ROWS, rows, out, low, soft, empty),
+        "lse": Reference(QUERY_ROWS, rows, lse[:, None], None, None, empty),
+    }
 
 
 def by_row(tensor: NDArray[Any]) -> NDArray[Any]:
@@ -163,44 +175,45 @@ def by_row(tensor: NDArray[Any]) -> NDArray[Any]:
     return tensor.transpose(0, 2, 1, 3).reshape(batch * heads * seqlen, head_dim)
 
 
-def attention_on_device(
+def forward_on_device(
+    bench: Bench,
     problem: Problem,
-    q: TensorView,
-    k: TensorView,
-    v: TensorView,
+    shape: Shape,
+    views: Mapping[str, TensorView],
+    rows: NDArray[np.int64] | None = None,
     *,
     softmax_scale: float | None = None,
-    rows: NDArray[np.int64] | None = None,
-    device_index: int = 0,
 ) -> References:
     """`references` by a kernel of our own, of tensors in device memory.
 
     Args:
-        rows: which rows, as `References.rows`; all of them if None.
+        rows: which rows, as `Reference.rows`; all of them if None.
 
     Raises:
         CudaError: if a CUDA call failed, perhaps because an earlier kernel did.
     """
     import cupy
 
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, _ = k.shape
+    q, k, v = (views[name] for name in "qkv")
+    head_dim = problem.head_dim
     if rows is None:
-        rows = np.arange(batch * heads_q * seqlen_q, dtype=np.int64)
+        rows = np.arange(shape.batch * shape.heads_q * shape.seqlen_q, dtype=np.int64)
     if rows.size == 0:
-        empty = np.zeros((0, head_dim))
-        return References(rows, empty, np.zeros(0), empty, empty)
-    with on_device(device_index):
-        kernel = helper_kernel(
+        nothing = np.zeros((0, head_dim))
+        return _forward(rows, nothing, np.zeros(0), nothing, nothing)
+    element = problem.element
+    with bench.use():
+        kernel = bench.kernel(
             "reference_forward",
             "reference_forward.cu",
-            device_index,
-            **NUMBER[problem.dtype],
+            number=element.number,
+            number_header=element.number_header,
         )
         out = cupy.empty((3, rows.size, head_dim), np.float64)
         lse = cupy.empty(rows.size, np.float64)
         strides = cupy.asarray(np.array([q.strides, k.strides, v.strides], np.int64))
         rows_there = cupy.asarray(rows)
+        lengths = (shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, head_dim)
         arguments = (
             *(np.uint64(view.pointer) for view in (q, k, v)),
             strides,
@@ -208,9 +221,16 @@ def attention_on_device(
             out,
             lse,
             np.float64(1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale),
-            *(np.int32(n) for n in (heads_q, heads_kv, seqlen_q, seqlen_k, head_dim)),
+            *(np.int32(length) for length in lengths),
             np.int32(problem.causal),
         )
         kernel((rows.size, 3), (REFERENCE_THREADS,), arguments)
         exact, low, soft = out.get()
-        return References(rows, exact, lse.get(), low, soft)
+        return _forward(rows, exact, lse.get(), low, soft)
+
+
+OnDevice = Callable[
+    [Bench, Problem, Shape, Mapping[str, "TensorView"], "NDArray[np.int64] | None"], References
+]
+# By operation: what its outputs are compared with.
+ON_DEVICE: dict[str, OnDevice] = {"forward": forward_on_device}

@@ -1,17 +1,18 @@
-"""A loaded kernel -> a verdict: is it right?
+"""A kernel -> a verdict: is it right?
 
-`judge` is the rule, on plain arrays: the error may be twice that of the low-precision variant of
-the maths (the rule of FlashAttention's own tests), its mean square 1.5 times that of the roundings
-no fused kernel can avoid, the logsumexp is near exact, and rows without keys are exactly 0 and
--inf. `verify` adds what only memory can show: every tensor is a slice of a larger buffer full of
-NaN, which must neither leak in nor be written, and nor must the inputs; outputs hold NaN before
-each launch, so that nothing stale passes; two launches agree bit for bit.
+`judge` is the rule for one output, on plain arrays: the error may be twice that of the
+low-precision variant of the maths (the rule of FlashAttention's own tests), its mean square 1.5
+times that of the roundings no fused kernel can avoid; a float32 output is near exact; rows that
+nothing goes into are exactly what they have to be. `verify` adds what only memory can show: every
+tensor is a slice of a larger buffer full of NaN, which must neither leak in nor be written, and
+nor must the inputs; outputs hold NaN before each launch, so that nothing stale passes; two
+launches agree bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,40 +21,68 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from fagen.judge import measure, reference
-from fagen.judge.cupy_device import on_device
-from fagen.judge.reference import EPSILON, NUMPY_DTYPE, Float64, References, by_row, round_to
-from fagen.kernels.config import AnyConfig
-from fagen.problem import Dtype, Problem, Shape
+from fagen.dtypes import DTYPES
+from fagen.judge.bench import Bench
+from fagen.judge.inputs import (
+    POISON_BYTE,
+    Slab,
+    is_poison,
+    random_inputs,
+    slab_of,
+    timing_tensors,
+)
+from fagen.judge.reference import ON_DEVICE, Float64, Reference, References, round_to
+from fagen.kernels.template import Config
+from fagen.operation import Operand
+from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
-    from fagen.run.launch import LoadedKernel, TensorView
+    from fagen.run.executor import Executor, TensorView
 
 MAX_ERROR_FACTOR = 2.0
 MAX_RMS_RATIO = 1.5
 RMS_ELEMENTS = 4096  # the ratio over fewer says too little alone: such shapes are pooled
-LSE_ABSOLUTE, LSE_RELATIVE = 1e-3, 1e-6
-
-POISON = np.uint16(0xFFFF)  # a NaN in fp16 and bf16 and, twice, in float32; no kernel computes it
-POISON_32 = np.uint32(0xFFFFFFFF)
-POISON_BYTE = 0xFF
-GUARD = 512  # poisoned elements before and after a tensor
-PAD_ROWS = 32  # poisoned rows after each sequence
+EXACT_ABSOLUTE, EXACT_RELATIVE = 1e-3, 1e-6  # of a float32 output
 SAMPLED_ROWS = 64
+
+# What messages call an output and the dimensions of its rows, where that is not its own name.
+WORDS = {
+    "o": "output", "lse": "logsumexp", "heads_q": "head", "heads_kv": "head", "seqlen_q": "query",
+    "seqlen_k": "key",
+}  # fmt: skip
+
+
+class OutputErrors(BaseModel):
+    """How near one output came to the limits.
+
+    Attributes:
+        max_error: largest |output - reference|.
+        allowed_error: its limit.
+        rms_ratio: the RMS error over that of the unavoidable roundings; 0 if there is no element.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_error: float = 0.0
+    allowed_error: float = 0.0
+    rms_ratio: float = 0.0
+
+    @property
+    def nearness(self) -> float:
+        """The largest error over its limit; 0 where no error is allowed and none was made."""
+        return self.max_error / self.allowed_error if self.max_error else 0.0
 
 
 class Verdict(BaseModel):
-    """Whether a kernel's output is right, and how near it came to the limits.
+    """Whether a kernel's outputs are right.
 
     Attributes:
         ok: whether every rule holds.
         reason: the broken rule, with numbers; empty if there is none.
         stray: whether it wrote where it must not: nothing in the device's memory can be trusted
             any more.
-        max_error: largest |out - reference|; allowed_error: its limit.
-        rms_ratio: the RMS error over that of the unavoidable roundings; 0 if there is no element.
-        lse_error: largest |lse - reference|.
-        shape: where it was, the shape nearest to its limit if all is well.
+        outputs: the errors of each output, by name.
+        shape: where that was; if all is well, the shape nearest to its limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,62 +90,63 @@ class Verdict(BaseModel):
     ok: bool
     reason: str = ""
     stray: bool = False
-    max_error: float = 0.0
-    allowed_error: float = 0.0
-    rms_ratio: float = 0.0
-    lse_error: float = 0.0
+    outputs: dict[str, OutputErrors] = {}
     shape: Shape | None = None
 
     def __bool__(self) -> bool:
         return self.ok
 
 
+# ---- the rule for one output ----
+
+
 @dataclass(frozen=True)
 class Expected:
-    """What `judge` compares with, and the limits that follow from the low-precision variants.
+    """What `judge` compares one output with, and its limits.
 
     Attributes:
-        shape: what the rows are of.
-        rows, out, lse: of `References`.
-        allowed_error: of any element.
-        row_rms: of each row's exact output; errors are taken relative to it, so that rows of few
+        operand: the output.
+        reference: its rows.
+        allowed_error, relative_error: of any element, the second as a share of its exact value.
+        row_rms: of each row's exact values; errors are taken relative to it, so that rows of few
             keys, whose outputs are large, do not decide alone.
-        rms: the relative RMS error that is unavoidable, over the rows that see a key.
-        elements: of those rows.
+        rms: the relative RMS error that is unavoidable; 0 if that is not asked.
+        elements: of the rows that something goes into.
     """
 
-    shape: Shape
-    rows: NDArray[np.int64]
-    out: Float64
-    lse: Float64
+    operand: Operand
+    reference: Reference
     allowed_error: float
+    relative_error: float
     row_rms: Float64
     rms: float
     elements: int
 
 
-def expect(references: References, dtype: Dtype, shape: Shape) -> Expected:
-    """The limits for outputs of that dtype."""
-    rounding = NUMPY_DTYPE[dtype]
-    out = references.out
-    rounded = round_to(out, rounding)
-    noise = round_to(round_to(rounded + 0.3, rounding) - 0.3, rounding) - rounded
-    low_error = _largest(references.low_precision - out)
-    sees = references.lse > -np.inf
-    row_rms = np.sqrt(np.mean(np.square(out), axis=1))
+def expect(operand: Operand, reference: Reference, problem: Problem) -> Expected:
+    """The limits of an output."""
+    exact, full = reference.exact, ~reference.empty
+    elements = int(full.sum()) * exact.shape[1]
+    if reference.low_precision is None or reference.unavoidable is None:
+        ones = np.ones(len(exact))
+        return Expected(operand, reference, EXACT_ABSOLUTE, EXACT_RELATIVE, ones, 0.0, elements)
+    dtype = DTYPES[operand.dtype or problem.dtype]
+    rounded = round_to(exact, dtype.numpy)
+    noise = round_to(round_to(rounded + 0.3, dtype.numpy) - 0.3, dtype.numpy) - rounded
+    low_error = _largest(reference.low_precision - exact)
+    row_rms = np.sqrt(np.mean(np.square(exact), axis=1))
     row_rms[row_rms == 0] = 1.0  # no key, or V is 0: the error counts as it is
-    soft_error = ((references.float32_softmax - out) / row_rms[:, None])[sees]
-    # Where O happens to be exact (one key) the baseline would be 0: at least what rounding O
-    # costs on average.
+    unavoidable = ((reference.unavoidable - exact) / row_rms[:, None])[full]
     return Expected(
-        shape,
-        references.rows,
-        out,
-        references.lse,
+        operand,
+        reference,
         allowed_error=MAX_ERROR_FACTOR * low_error + 2 * _largest(noise),
+        relative_error=0.0,
         row_rms=row_rms,
-        rms=max(_rms(soft_error), 0.2 * EPSILON[dtype]),
-        elements=soft_error.size,
+        # Where the output happens to be exact (one key) the baseline would be 0: at least what
+        # rounding it costs on average.
+        rms=max(_rms(unavoidable), 0.2 * dtype.epsilon),
+        elements=elements,
     )
 
 
@@ -128,84 +158,82 @@ def _rms(x: Float64) -> float:
     return math.sqrt(float(np.mean(np.square(x)))) if x.size else 0.0
 
 
-def judge(
-    out: NDArray[Any], lse: NDArray[np.float32], expected: Expected, *, where: str = ""
-) -> Verdict:
-    """The verdict on one output.
+@dataclass(frozen=True)
+class Judged:
+    """What `judge` found: the broken rule, or "", and the errors."""
+
+    broken: str
+    errors: OutputErrors
+
+
+def judge(values: NDArray[Any], expected: Expected, shape: Shape) -> Judged:
+    """Whether one output is right.
 
     Args:
-        out: (rows, head_dim) in the problem's dtype, rows as in `References`.
-        lse: (rows,).
-        where: said in the reason, beside the shape.
+        values: (rows, columns) in the output's dtype, rows as in the reference.
     """
-    sees = expected.lse > -np.inf
-    error = out.astype(np.float64)
-    error -= expected.out
-    squares = np.einsum("rd,rd->r", error, error) / np.square(expected.row_rms)
-    largest = np.abs(error, out=error).max(axis=1)  # of each row; NaN where it holds one
-    exact_lse = np.where(sees, expected.lse, 0.0)
-    lse_error = np.abs(np.where(sees, lse.astype(np.float64) - exact_lse, 0.0))
-    max_error, max_lse_error = _largest(largest), _largest(lse_error)
+    reference = expected.reference
+    word = WORDS.get(expected.operand.name, expected.operand.name)
+    exact, empty = reference.exact, reference.empty
+    target = np.where(empty[:, None], 0.0, exact)
+    error = np.where(empty[:, None], 0.0, values.astype(np.float64) - target)
+    squares = np.einsum("rc,rc->r", error, error) / np.square(expected.row_rms)
+    error = np.abs(error, out=error)  # NaN where the output is
+    limit = expected.allowed_error + expected.relative_error * np.abs(target)
+    max_error = _largest(error)
     rms_ratio = 0.0
-    if expected.elements:
-        rms_ratio = math.sqrt(squares[sees].sum() / expected.elements) / expected.rms
-    numbers: dict[str, Any] = {
-        "max_error": max_error,
-        "allowed_error": expected.allowed_error,
-        "rms_ratio": rms_ratio,
-        "lse_error": max_lse_error,
-        "shape": expected.shape,
-    }
-    # What is wrong, and in which rows.
+    if expected.elements and expected.rms:
+        rms_ratio = math.sqrt(squares[~empty].sum() / expected.elements) / expected.rms
+    errors = OutputErrors(
+        max_error=max_error, allowed_error=expected.allowed_error, rms_ratio=rms_ratio
+    )
+    nothing = f"{exact[empty][0, 0]:g}" if empty.any() else ""
+    # What is wrong, and in which elements.
     rules = (
-        ("output was not written", (out.view(np.uint16) == POISON).any(axis=1)),
-        ("logsumexp was not written", lse.view(np.uint32) == POISON_32),
-        ("output is NaN or infinite", ~np.isfinite(largest)),
-        ("output of a row without keys is not 0", ~sees & (largest != 0)),
-        ("logsumexp of a row without keys is not -inf", ~sees & (lse != -np.inf)),
-        ("logsumexp is NaN or infinite", sees & ~np.isfinite(lse)),
+        (f"{word} was not written", is_poison(values)),
+        (f"{word} is NaN or infinite", ~empty[:, None] & ~np.isfinite(error)),
         (
-            f"output is off by {max_error:.2e}, allowed is {expected.allowed_error:.2e}",
-            ~(largest <= expected.allowed_error),
+            f"{word} of a row without keys is not {nothing}",
+            empty[:, None] & ~(values == exact),
         ),
-        (
-            f"logsumexp is off by {max_lse_error:.2e}",
-            lse_error > LSE_ABSOLUTE + LSE_RELATIVE * np.abs(exact_lse),
-        ),
+        (f"{word} is off by {max_error:.2e}, allowed is {_largest(limit):.2e}", ~(error <= limit)),
     )
-    for rule, bad_rows in rules:
-        if bad_rows.any():
-            described = f"{rule}, {_describe(bad_rows, expected)}"
-            return _refused(described, expected.shape, where, numbers)
+    for rule, bad in rules:
+        if bad.any():
+            bad_rows: NDArray[np.bool_] = np.logical_or.reduce(np.asarray(bad), axis=1)
+            return Judged(f"{rule}, {_describe(bad_rows, reference, shape)}", errors)
     if expected.elements >= RMS_ELEMENTS and rms_ratio > MAX_RMS_RATIO:
-        return _refused(_rms_rule(rms_ratio), expected.shape, where, numbers)
-    return Verdict(ok=True, **numbers)
+        return Judged(_rms_rule(word, rms_ratio), errors)
+    return Judged("", errors)
 
 
-def _rms_rule(ratio: float) -> str:
+def _rms_rule(word: str, ratio: float) -> str:
     return (
-        f"RMS error is {ratio:.2f} times the unavoidable one "
-        f"(P and O rounded), {MAX_RMS_RATIO} times is allowed"
+        f"RMS error of the {word} is {ratio:.2f} times the unavoidable one, "
+        f"{MAX_RMS_RATIO} times is allowed"
     )
 
 
-def _refused(rule: str, shape: Shape, where: str, numbers: dict[str, Any]) -> Verdict:
-    return Verdict(ok=False, reason=f"{rule}; {shape}{where}", **numbers)
-
-
-def _describe(bad_rows: NDArray[np.bool_], expected: Expected) -> str:
+def _describe(bad_rows: NDArray[np.bool_], reference: Reference, shape: Shape) -> str:
     """How many rows, and which is the first."""
-    shape = expected.shape
-    first = int(expected.rows[np.argmax(bad_rows)])
-    head, row = divmod(first, shape.seqlen_q)
-    batch, head = divmod(head, shape.heads_q)
-    return (
-        f"{int(bad_rows.sum())} of {bad_rows.size} rows, "
-        f"the first being batch {batch}, head {head}, query {row}"
+    sizes = [getattr(shape, dim) for dim in reference.row_dims]
+    first = np.unravel_index(int(reference.rows[np.argmax(bad_rows)]), sizes)
+    place = ", ".join(
+        f"{WORDS.get(dim, dim)} {index}"
+        for dim, index in zip(reference.row_dims, first, strict=True)
     )
+    return f"{int(bad_rows.sum())} of {bad_rows.size} rows, the first being {place}"
 
 
-# ---- inputs and outputs with poison around them ----
+def rows_of(tensor: NDArray[Any], operand: Operand, row_dims: tuple[str, ...]) -> NDArray[Any]:
+    """A tensor with the operand's dimensions as (rows, columns)."""
+    columns = [dim for dim in operand.dims if dim not in row_dims]
+    moved = tensor.transpose([operand.dims.index(dim) for dim in (*row_dims, *columns)])
+    rows = math.prod(moved.shape[: len(row_dims)])
+    return moved.reshape(rows, math.prod(moved.shape[len(row_dims) :]))
+
+
+# ---- small shapes, with poison around every tensor ----
 
 
 @dataclass(frozen=True)
@@ -222,12 +250,12 @@ class Case:
     drift: bool = False
 
 
-def cases(config: AnyConfig) -> list[Case]:
+def cases(config: Config) -> list[Case]:
     """Shapes with tails on both sides of the config's blocks, the quickest first.
 
     Those that depend on the config depend on one length of it, so that configs share them.
     """
-    m, n = config.block_m, config.block_n
+    m, n = config.steps
 
     def case(
         batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int], drift: bool = False
@@ -254,134 +282,60 @@ def cases(config: AnyConfig) -> list[Case]:
         case(2, 300, 70, grouped),  # causal: rows without keys
         case(1, 700, 800, grouped),
     ]
-    if getattr(config, "persistent", False):  # more tiles than blocks run at once
+    if config.is_persistent:  # more tiles than blocks run at once
         chosen.append(case(20, 3, 130, (40, 10)))
     return chosen
 
 
 @dataclass(frozen=True)
-class _Slab:
-    """A (batch, seqlen, heads, head_dim) tensor in a flat buffer, with poison between its rows,
-    after its sequences and around the whole. Narrow ones are aligned to 2 bytes only.
+class Prepared:
+    """A case on a device, ready for any kernel of the problem.
+
+    Attributes:
+        shape: the case's.
+        views: where every operand is.
+        slabs, buffers: the memory around each, and the CuPy arrays that hold it.
+        uploaded: what the buffers of inputs held at first.
+        expected: what each output has to be.
     """
 
-    dims: tuple[int, int, int, int]
-    narrow: bool
-
-    @property
-    def lead(self) -> int:
-        return GUARD + (1 if self.narrow else 0)
-
-    @property
-    def row(self) -> int:
-        return self.dims[2] * self.dims[3] + (1 if self.narrow else 8)
-
-    @property
-    def size(self) -> int:
-        return self.lead + self.dims[0] * (self.dims[1] + PAD_ROWS) * self.row + GUARD
-
-    def rows_of(self, flat: NDArray[Any]) -> NDArray[Any]:
-        """(batch, seqlen, heads * head_dim): a view of the tensor in a flat array."""
-        batch, seqlen, heads, head_dim = self.dims
-        body = flat[self.lead : flat.size - GUARD].reshape(batch, seqlen + PAD_ROWS, self.row)
-        return body[:, :seqlen, : heads * head_dim]
-
-    def view(self, buffer: Any) -> TensorView:
-        """The tensor in a CuPy buffer of `size` uint16."""
-        from fagen.run.launch import TensorView
-
-        strides = ((self.dims[1] + PAD_ROWS) * self.row, self.row, self.dims[3])
-        return TensorView(int(buffer.data.ptr) + 2 * self.lead, self.dims, strides)
-
-    def around(self, values: NDArray[Any]) -> NDArray[np.uint16]:
-        """A flat array that holds `values`, (batch, seqlen, heads, head_dim)."""
-        flat = np.full(self.size, POISON)
-        rows = self.rows_of(flat)
-        rows[...] = values.view(np.uint16).reshape(rows.shape)
-        return flat
-
-    def is_alone(self, flat: NDArray[Any]) -> bool:
-        """Whether all but the tensor is poison."""
-        rest = flat.copy()
-        self.rows_of(rest)[...] = POISON
-        return bool((rest == POISON).all())
+    shape: Shape
+    views: Mapping[str, TensorView]
+    slabs: Mapping[str, Slab]
+    buffers: Mapping[str, Any]
+    uploaded: Mapping[str, NDArray[Any]]
+    expected: Mapping[str, Expected]
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """A case on a device, ready for any kernel of the problem."""
-
-    q: TensorView
-    k: TensorView
-    v: TensorView
-    o_slab: _Slab
-    o_buffer: Any
-    lse_buffer: Any  # float32 (GUARD + rows + GUARD)
-    expected: Expected
-    inputs: tuple[Any, ...]  # what q, k and v point into
-    uploaded: tuple[NDArray[np.uint16], ...]  # what they hold
-
-
-def random_inputs(
-    dtype: Dtype, head_dim: int, shape: Shape, *, drift: bool = False
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Random normal Q, K, V (batch, seqlen, heads, head_dim), the same for the same arguments.
-
-    Args:
-        drift: multiply keys by 4 at one end of the sequence down to 1/4 at the other.
-    """
-    rng = np.random.default_rng(list(shape.model_dump().values()))
-
-    def normal(seqlen: int, heads: int) -> NDArray[np.float32]:
-        return rng.standard_normal((shape.batch, seqlen, heads, head_dim), dtype=np.float32)
-
-    q = normal(shape.seqlen_q, shape.heads_q)
-    k, v = (normal(shape.seqlen_k, shape.heads_kv) for _ in range(2))
-    if drift:
-        growth = np.geomspace(0.25, 4.0, shape.seqlen_k, dtype=np.float32)[:, None]
-        for batch, head in np.ndindex(shape.batch, shape.heads_kv):
-            k[batch, :, head] *= growth if (batch + head) % 2 else growth[::-1]
-    return tuple(x.astype(NUMPY_DTYPE[dtype]) for x in (q, k, v))  # type: ignore[return-value]
-
-
-def _bench(problem: Problem, case: Case, device_index: int) -> _Bench:
+def prepare(bench: Bench, problem: Problem, case: Case) -> Prepared:
     """Inputs, places for outputs, and the references."""
     import cupy
 
-    shape = case.shape
-    inputs = random_inputs(problem.dtype, problem.head_dim, shape, drift=case.drift)
-    slabs = [_Slab(x.shape, narrow=problem.alignment == 2) for x in inputs]
-    uploaded = tuple(slab.around(x) for slab, x in zip(slabs, inputs, strict=True))
-    with on_device(device_index):
-        buffers = tuple(cupy.asarray(flat) for flat in uploaded)
-        q, k, v = (slab.view(buffer) for slab, buffer in zip(slabs, buffers, strict=True))
-        references = reference.attention_on_device(problem, q, k, v, device_index=device_index)
-        rows = shape.batch * shape.heads_q * shape.seqlen_q
-        return _Bench(
-            q=q,
-            k=k,
-            v=v,
-            o_slab=slabs[0],
-            o_buffer=cupy.empty(slabs[0].size, np.uint16),
-            lse_buffer=cupy.empty(rows + 2 * GUARD, np.float32),
-            expected=expect(references, problem.dtype, shape),
-            inputs=buffers,
-            uploaded=uploaded,
-        )
+    operation, shape = problem.operation, case.shape
+    inputs = random_inputs(problem, shape, drift=case.drift)
+    slabs = {o.name: slab_of(o, problem, shape) for o in operation.operands}
+    uploaded = {name: slabs[name].around(values) for name, values in inputs.items()}
+    with bench.use():
+        buffers = {
+            name: cupy.asarray(uploaded.get(name, slab.poison())) for name, slab in slabs.items()
+        }
+        views = {name: slab.view(buffers[name]) for name, slab in slabs.items()}
+        references = ON_DEVICE[problem.op](bench, problem, shape, views, None)
+    return Prepared(shape, views, slabs, buffers, uploaded, _expected(references, problem))
 
 
-# Made once for all configs of a problem: about two per length of block_m and block_n.
-@lru_cache(maxsize=96)
-def _cached_bench(problem: Problem, case: Case, device_index: int) -> _Bench:
-    return _bench(problem, case, device_index)
+def _expected(references: References, problem: Problem) -> dict[str, Expected]:
+    return {
+        name: expect(problem.operation.operand(name), reference, problem)
+        for name, reference in references.items()
+    }
 
 
-# ---- the verdicts ----
+# Made once for all configs of a problem: about two per length of a block's rows and keys.
+_prepared = lru_cache(maxsize=96)(prepare)
 
 
-def verify(
-    kernel: LoadedKernel, *, shapes: Iterable[Shape] | None = None, device_index: int = 0
-) -> Verdict:
+def verify(kernel: Executor, bench: Bench, *, shapes: Iterable[Shape] | None = None) -> Verdict:
     """Whether the kernel is right on small shapes, each with its own traps.
 
     Args:
@@ -390,88 +344,95 @@ def verify(
     Raises:
         CudaError: if a CUDA call failed; after an illegal address no later call works.
     """
-    bench_of: Callable[[Problem, Case, int], _Bench]
-    if shapes is None:
-        chosen, bench_of = cases(kernel.config), _cached_bench
-    else:  # of any size, so not kept
-        chosen, bench_of = [Case(shape) for shape in shapes], _bench
+    chosen = cases(kernel.config) if shapes is None else [Case(shape) for shape in shapes]
+    make = _prepared if shapes is None else prepare  # those of any size are not kept
     worst, nearest = Verdict(ok=True), 0.0
-    lse_error = squares = elements = 0.0
+    squares: dict[str, float] = {}
+    elements: dict[str, int] = {}
     for case in chosen:
-        bench = bench_of(kernel.problem, case, device_index)
-        verdict = _verify_one(kernel, bench, device_index)
+        prepared = make(bench, kernel.problem, case)
+        verdict = verify_one(kernel, bench, prepared)
         if not verdict.ok:
             return verdict
-        squares += verdict.rms_ratio**2 * bench.expected.elements
-        elements += bench.expected.elements
-        lse_error = max(lse_error, verdict.lse_error)
-        if verdict.max_error > nearest * verdict.allowed_error:
-            worst, nearest = verdict, verdict.max_error / verdict.allowed_error
-    rms_ratio = math.sqrt(squares / elements) if elements else 0.0
-    summary: dict[str, Any] = {"rms_ratio": rms_ratio, "lse_error": lse_error}
-    if rms_ratio > MAX_RMS_RATIO:
-        summary |= {"ok": False, "reason": f"{_rms_rule(rms_ratio)}; over all shapes"}
-    return worst.model_copy(update=summary)
-
-
-def _verify_one(kernel: LoadedKernel, bench: _Bench, device_index: int) -> Verdict:
-    expected, slab = bench.expected, bench.o_slab
-    shape = expected.shape
-    with on_device(device_index):
-        (o_flat, lse_flat), (o_again, lse_again) = (
-            _run_poisoned(kernel, bench, device_index) for _ in range(2)
-        )
-        inputs = [buffer.get() for buffer in bench.inputs]
-    dtype = NUMPY_DTYPE[kernel.problem.dtype]
-    out = by_row(slab.rows_of(o_flat).reshape(slab.dims)).view(dtype)
-    verdict = judge(out, lse_flat[GUARD:-GUARD], expected)
-    numbers = verdict.model_dump(include={"max_error", "allowed_error", "rms_ratio", "lse_error"})
-    numbers["shape"] = shape
-    guards = np.concatenate([lse_flat[:GUARD], lse_flat[-GUARD:]])
-    strays = {
-        "wrote outside of the output": not slab.is_alone(o_flat),
-        "wrote outside of the logsumexp": not (guards.view(np.uint32) == POISON_32).all(),
-        "wrote to its inputs": not all(map(np.array_equal, inputs, bench.uploaded)),
+        for name, errors in verdict.outputs.items():
+            count = prepared.expected[name].elements
+            squares[name] = squares.get(name, 0.0) + errors.rms_ratio**2 * count
+            elements[name] = elements.get(name, 0) + count
+        near = max((errors.nearness for errors in verdict.outputs.values()), default=0.0)
+        if near > nearest:
+            worst, nearest = verdict, near
+    pooled = {name: math.sqrt(squares[name] / max(elements[name], 1)) for name in squares}
+    outputs = {
+        name: errors.model_copy(update={"rms_ratio": pooled[name]})
+        for name, errors in worst.outputs.items()
     }
-    for rule, broken in strays.items():
-        if broken:
-            return _refused(rule, shape, "", numbers | {"stray": True})
-    if verdict.ok and not (
-        np.array_equal(o_flat, o_again)
-        and np.array_equal(lse_flat.view(np.uint32), lse_again.view(np.uint32))
-    ):
-        return _refused("two runs differ", shape, "", numbers)
-    return verdict
+    for name, ratio in pooled.items():
+        if ratio > MAX_RMS_RATIO:
+            reason = f"{_rms_rule(WORDS.get(name, name), ratio)}; over all shapes"
+            return worst.model_copy(update={"ok": False, "reason": reason, "outputs": outputs})
+    return worst.model_copy(update={"outputs": outputs})
 
 
-def _run_poisoned(
-    kernel: LoadedKernel, bench: _Bench, device_index: int
-) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
-    """One launch on poisoned outputs; their whole buffers."""
+def verify_one(kernel: Executor, bench: Bench, prepared: Prepared) -> Verdict:
+    """The verdict on one case."""
+    with bench.use():
+        first, again = (run_poisoned(kernel, bench, prepared) for _ in range(2))
+        inputs = {name: prepared.buffers[name].get() for name in prepared.uploaded}
+    operation, shape = kernel.problem.operation, prepared.shape
+    outputs: dict[str, OutputErrors] = {}
+    broken = ""
+    for name, expected in prepared.expected.items():
+        dtype = DTYPES[expected.operand.dtype or kernel.problem.dtype].numpy
+        tensor = prepared.slabs[name].tensor(first[name]).view(dtype)
+        values = rows_of(tensor, expected.operand, expected.reference.row_dims)
+        judged = judge(values, expected, shape)
+        outputs[name] = judged.errors
+        broken = broken or judged.broken
+    strays = [
+        f"wrote outside of the {WORDS.get(name, name)}"
+        for name, flat in first.items()
+        if not prepared.slabs[name].is_alone(flat)
+    ]
+    read_only = [o.name for o in operation.operands if o.role == "in"]
+    if not all(np.array_equal(inputs[name], prepared.uploaded[name]) for name in read_only):
+        strays.append("wrote to its inputs")
+    if not broken and not all(np.array_equal(first[name], again[name]) for name in first):
+        broken = "two runs differ"
+    reason = (strays or [broken])[0]
+    return Verdict(
+        ok=not reason,
+        reason=f"{reason}; {shape}" if reason else "",
+        stray=bool(strays),
+        outputs=outputs,
+        shape=shape,
+    )
+
+
+def run_poisoned(kernel: Executor, bench: Bench, prepared: Prepared) -> dict[str, NDArray[Any]]:
+    """One launch on poisoned outputs; their whole buffers, by name."""
     import cupy
 
-    for buffer in (bench.o_buffer, bench.lse_buffer):
-        buffer.data.memset(POISON_BYTE, buffer.nbytes)
-    kernel.launch(
-        bench.q,
-        bench.k,
-        bench.v,
-        bench.o_slab.view(bench.o_buffer),
-        int(bench.lse_buffer.data.ptr) + GUARD * bench.lse_buffer.itemsize,
-        1 / math.sqrt(kernel.problem.head_dim),
-        device_index=device_index,
-        stream=cupy.cuda.get_current_stream().ptr,
-    )
-    return bench.o_buffer.get(), bench.lse_buffer.get()
+    written = [o.name for o in kernel.problem.operation.operands if o.role != "in"]
+    for name in written:
+        buffer = prepared.buffers[name]
+        if name in prepared.uploaded:  # read and written
+            buffer.set(prepared.uploaded[name])
+        else:
+            buffer.data.memset(POISON_BYTE, buffer.nbytes)
+    bench.launch(kernel, prepared.shape, prepared.views, cupy.cuda.get_current_stream().ptr)
+    return {name: prepared.buffers[name].get() for name in written}
+
+
+# ---- a large shape, some rows of it ----
 
 
 def check_sample(
-    kernel: LoadedKernel, shape: Shape, *, device_index: int = 0, rows: int = SAMPLED_ROWS
+    kernel: Executor, shape: Shape, bench: Bench, *, rows: int = SAMPLED_ROWS
 ) -> Verdict:
     """Whether the kernel is right on a large shape, the one that `measure` times: some rows only.
 
     Args:
-        rows: how many, spread over batch, heads and queries at random; the corners are among them.
+        rows: how many of each output, spread at random; the corners are among them.
 
     Raises:
         CudaError: if a CUDA call failed.
@@ -479,44 +440,54 @@ def check_sample(
     import cupy
 
     problem = kernel.problem
-    at = measure.tensors(problem, shape, device_index)
-    expected = _expected_sample(problem, shape, rows, device_index)
-    ids = expected.rows
-    o_array = at.arrays[3]
-    with on_device(device_index):
-        lse_array = cupy.empty(max(shape.batch * shape.heads_q * shape.seqlen_q, 1), np.float32)
-        for array in (o_array, lse_array):
-            array.data.memset(POISON_BYTE, array.nbytes)
-        kernel.launch(
-            at.q,
-            at.k,
-            at.v,
-            at.o,
-            int(lse_array.data.ptr),
-            1 / math.sqrt(problem.head_dim),
-            device_index=device_index,
-            stream=cupy.cuda.get_current_stream().ptr,
+    at = timing_tensors(bench, problem, shape)
+    everything = {o.name: slab_of(o, problem, shape) for o in problem.operation.operands}
+    wanted = _expected_sample(bench, problem, shape, rows)
+    with bench.use():
+        arrays, views = dict(at.arrays), dict(at.views)
+        for name in wanted:
+            if name not in arrays:  # optional outputs, which timing leaves out
+                slab = everything[name]
+                arrays[name] = cupy.empty(slab.size, slab.words)
+                views[name] = slab.view(arrays[name])
+            arrays[name].data.memset(POISON_BYTE, arrays[name].nbytes)
+        bench.launch(kernel, shape, views, cupy.cuda.get_current_stream().ptr)
+        outputs: dict[str, OutputErrors] = {}
+        for name, expected in wanted.items():
+            lead = at.lead if name in at.arrays else everything[name].lead
+            values = _gather(arrays[name][lead:], expected, problem, shape)
+            judged = judge(values, expected, shape)
+            outputs[name] = judged.errors
+            if judged.broken:
+                sampled = f"{judged.broken}; {shape}, {len(values)} rows of it"
+                return Verdict(ok=False, reason=sampled, outputs=outputs, shape=shape)
+    return Verdict(ok=True, outputs=outputs, shape=shape)
+
+
+def _gather(flat: Any, expected: Expected, problem: Problem, shape: Shape) -> NDArray[Any]:
+    """The rows of a contiguous output in a flat CuPy array."""
+    operand, reference = expected.operand, expected.reference
+    sizes = operand.sizes(problem, shape)
+    dtype = DTYPES[operand.dtype or problem.dtype].numpy
+    tensor = flat[: math.prod(sizes)].reshape(sizes)
+    places = np.unravel_index(reference.rows, [getattr(shape, dim) for dim in reference.row_dims])
+    by_dim = dict(zip(reference.row_dims, places, strict=True))
+    values = np.empty((len(reference.rows), reference.exact.shape[1]), flat.dtype)
+    for number in range(len(values)):
+        index = tuple(
+            int(by_dim[dim][number]) if dim in by_dim else slice(None) for dim in operand.dims
         )
-        out = np.empty((ids.size, problem.head_dim), NUMPY_DTYPE[problem.dtype])
-        for i, row in enumerate(ids.tolist()):
-            head, query = divmod(row, shape.seqlen_q)
-            batch, head = divmod(head, shape.heads_q)
-            first = at.lead + ((batch * shape.seqlen_q + query) * shape.heads_q + head) * (
-                problem.head_dim
-            )
-            out[i] = o_array[first : first + problem.head_dim].get().view(out.dtype)
-        lse = lse_array.get()[ids]
-    return judge(out, lse, expected, where=f", {ids.size} rows of it")
+        values[number] = tensor[index].get().reshape(-1)
+    return values.view(dtype)
 
 
 @lru_cache(maxsize=16)
-def _expected_sample(problem: Problem, shape: Shape, rows: int, device_index: int) -> Expected:
-    at = measure.tensors(problem, shape, device_index)
+def _expected_sample(
+    bench: Bench, problem: Problem, shape: Shape, rows: int
+) -> Mapping[str, Expected]:
+    at = timing_tensors(bench, problem, shape)
     total = shape.batch * shape.heads_q * shape.seqlen_q
     chosen = np.random.default_rng(0).choice(total, min(rows, total), replace=False)
     corners = [0, shape.seqlen_q - 1, total - shape.seqlen_q, total - 1] if total else []
     ids = np.unique(np.concatenate([chosen, corners])).astype(np.int64)
-    references = reference.attention_on_device(
-        problem, at.q, at.k, at.v, rows=ids, device_index=device_index
-    )
-    return expect(references, problem.dtype, shape)
+    return _expected(ON_DEVICE[problem.op](bench, problem, shape, at.views, ids), problem)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from fagen.build.render import render
 from fagen.device import Device
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config, require_legal, why_illegal
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import require_legal, why_illegal
 from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
 from fagen.records.store import Entry, Record, Store, digest
 

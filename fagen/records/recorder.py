@@ -11,27 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fagen.errors import StoreError
 from fagen.problem import Problem, Shape
 from fagen.records.store import Calls, save_calls
-from fagen.run.launch import Lengths
 
-# A problem's fields and a call's lengths, as plain tuples: a `Problem` takes four times as long
-# to look up.
-Question = tuple[tuple[tuple[str, Any], ...], Lengths]
+Asked = tuple[Problem, Shape]  # what calls are counted under
 
-active: tuple[Counter[Question], ...] = ()  # those of the open blocks; replaced, never changed
+active: tuple[Counter[Asked], ...] = ()  # those of the open blocks; replaced, never changed
 _lock = threading.Lock()
 
 
-def question(problem: Problem, lengths: Lengths) -> Question:
-    """What calls of a problem and lengths are counted under."""
-    return tuple(dict(problem).items()), lengths
-
-
-def count(asked: Question) -> None:
+def count(asked: Asked) -> None:
     """Counts a call in every open block."""
     with _lock:
         for counts in active:
@@ -59,7 +50,7 @@ def record(path: str | Path) -> Iterator[None]:
     global active  # noqa: PLW0603
     path = Path(path).expanduser().absolute()  # the block may change the folder
     save_calls(path, ())  # what cannot be written is known before the work is done
-    counts: Counter[Question] = Counter()
+    counts: Counter[Asked] = Counter()
     with _lock:
         active = (*active, counts)
     try:
@@ -75,20 +66,15 @@ def record(path: str | Path) -> Iterator[None]:
     save_calls(path, _calls(counts))
 
 
-def _close(counts: Counter[Question]) -> None:
+def _close(counts: Counter[Asked]) -> None:
     """Ends the counting; from now on nothing changes `counts`."""
     global active  # noqa: PLW0603
     with _lock:
         active = tuple(other for other in active if other is not counts)
 
 
-def _calls(counts: Counter[Question]) -> Iterator[Calls]:
+def _calls(counts: Counter[Asked]) -> Iterator[Calls]:
     """The calls that can be tuned for."""
-    for (fields, lengths), number in counts.items():
-        if 0 not in lengths:
-            yield Calls(
-                problem=Problem.model_validate(dict(fields)),
-                shape=Shape(**lengths._asdict()),
-                calls=number,
-                shape_calls=number,
-            )
+    for (problem, shape), number in counts.items():
+        if shape.flops(problem):
+            yield Calls(problem=problem, shape=shape, calls=number, shape_calls=number)

@@ -25,9 +25,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fagen.device import ARCHITECTURES, Device
-from fagen.errors import StoreError, WriteError
+from fagen.errors import StoreError, WriteError, one_line
 from fagen.files import link_target, packaged_folder, replace_file
-from fagen.kernels.config import TEMPLATES, Config, one_line
+from fagen.kernels.registry import TEMPLATES, AnyConfig, template_of
 from fagen.problem import Bucket, Problem, Shape
 
 SCHEMA = 1  # of the file as a whole; a field that is new in a record does not raise it
@@ -155,7 +155,7 @@ class Record(_Part):
     problem: Problem
     shape: Shape
     device: Card
-    config: Config
+    config: AnyConfig
     result: Result
     provenance: Provenance
 
@@ -273,7 +273,7 @@ def _parse(item: Any) -> Record:
     template = item["config"].get("template") if isinstance(item.get("config"), dict) else None
     if not isinstance(template, str) or template not in TEMPLATES:
         raise ValueError(f"template {template!r} is none of {', '.join(TEMPLATES)}")
-    current = TEMPLATES[template].axes_version
+    current = TEMPLATES[template].AXES_VERSION
     if version != current:
         raise ValueError(f"axes_version is {version!r}, that of {template} is {current}")
     record = Record.model_validate(fields)
@@ -489,7 +489,7 @@ def _fields(record: Record) -> dict[str, Any]:
         "shape": record.shape.model_dump(),
         "device": record.device.model_dump(),
         "config": record.config.model_dump(),
-        "axes_version": record.config.axes_version,
+        "axes_version": template_of(record.config).AXES_VERSION,
         "result": record.result.model_dump(exclude_none=True),
         "provenance": record.provenance.model_dump(exclude_none=True),
     }

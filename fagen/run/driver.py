@@ -208,6 +208,20 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h: a number and a value of 64 bytes at a multiple of 8."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
+CLUSTER_DIMENSION = 4  # CUlaunchAttributeID; value: x, y, z
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # value: 1 to allow it
+
+
 class HotCalls:
     """The calls that a launch makes. Each returns a CUresult as an int.
 
@@ -219,6 +233,7 @@ class HotCalls:
         get_context: cuCtxGetCurrent(out).
         is_capturing: cuStreamIsCapturing(stream, out).
         get_stream_id: cuStreamGetId(stream, out).
+        set_memory: cuMemsetD8Async(address, byte, size, stream).
     """
 
     def __init__(self, path: str) -> None:
@@ -236,6 +251,10 @@ class HotCalls:
             self.get_context = _bind(holding.cuCtxGetCurrent, pointer)
             self.is_capturing = _bind(holding.cuStreamIsCapturing, pointer, pointer)
             self.get_stream_id = _bind(holding.cuStreamGetId, pointer, pointer)
+            self.set_memory = _bind(
+                holding.cuMemsetD8Async,
+                *(ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer),
+            )
             self.launch = _bind(releasing.cuLaunchKernelEx, *(pointer,) * 4)
         except (OSError, AttributeError) as error:
             raise _no_driver(str(error)) from None

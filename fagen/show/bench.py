@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.dtypes import DTYPES
+from fagen.errors import ArgumentError, MissingDependencyError, as_argument_error
 from fagen.judge import reference
-from fagen.judge.reference import EPSILON, NUMPY_DTYPE
-from fagen.kernels.config import as_argument_error
-from fagen.problem import TOKENS, Dtype, Problem, Shape, standard_shape
+from fagen.problem import TOKENS, DtypeName, Problem, Shape, standard_shape
 from fagen.show.peers import PEERS, Call, Inputs
 from fagen.show.results import Cell, Grid, Results
 
 if TYPE_CHECKING:
-    from fagen.kernels.config import AnyConfig
+    from fagen.kernels.registry import AnyConfig
+    from fagen.kernels.template import Template
     from fagen.records.store import Store
-    from fagen.run.launch import TensorView
+    from fagen.run.executor import TensorView
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
@@ -119,11 +119,11 @@ class _Memory:
         self._host = []
         self._device = []
         for count in map(max, zip(*counts, strict=True)):
-            rounded = dice.standard_normal(count, dtype=np.float32).astype(NUMPY_DTYPE[dtype])
+            rounded = dice.standard_normal(count, dtype=np.float32).astype(DTYPES[dtype].numpy)
             self._host.append(rounded.astype(np.float32))
             self._device.append(self._to_device(rounded, dtype))
 
-    def _to_device(self, rounded: Any, dtype: Dtype) -> Any:
+    def _to_device(self, rounded: Any, dtype: DtypeName) -> Any:
         if not find_spec("torch"):
             import cupy
 
@@ -164,7 +164,7 @@ def _empty_like(array: Any) -> Any:
 
 
 def _view(array: Any) -> TensorView:
-    from fagen.run.launch import TensorView
+    from fagen.run.executor import TensorView
 
     pointer = array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr
     return TensorView.contiguous(pointer, tuple(array.shape))
@@ -175,22 +175,20 @@ def _own(x: Inputs, config: AnyConfig, *, with_lse: bool = False) -> Call:
     import cupy
 
     from fagen.build.compile import compile_kernel
-    from fagen.judge.cupy_device import on_device
-    from fagen.run import driver
-    from fagen.run.launch import LoadedKernel
+    from fagen.judge.bench import bench_of
+    from fagen.run.executor import Executor
 
-    arch = driver.query_device(x.device_index).arch
-    kernel = LoadedKernel(compile_kernel(x.problem, config, arch), x.problem, config)
+    bench = bench_of(x.device_index)
+    kernel = Executor(compile_kernel(x.problem, config, bench.device.arch), x.problem, config)
     out = _empty_like(x.q)
-    q, k, v, o = (_view(array) for array in (x.q, x.k, x.v, out))
-    scale = 1 / math.sqrt(x.problem.head_dim)
-    with on_device(x.device_index):
-        rows = x.shape.batch * x.shape.heads_q * x.shape.seqlen_q
-        lse = cupy.empty(rows if with_lse else 0, np.float32)
+    views = {name: _view(array) for name, array in zip("qkvo", (x.q, x.k, x.v, out), strict=True)}
+    if with_lse:
+        with bench.use():
+            lse = cupy.empty((x.shape.batch, x.shape.heads_q, x.shape.seqlen_q), np.float32)
+        views["lse"] = _view(lse)
 
     def call(stream: int) -> Any:
-        lse_pointer = int(lse.data.ptr) if with_lse else 0
-        kernel.launch(q, k, v, o, lse_pointer, scale, device_index=x.device_index, stream=stream)
+        bench.launch(kernel, x.shape, views, stream)
         return out
 
     return call
@@ -213,7 +211,7 @@ class _Sample:
         self.out, magnitude = np.split(answers[0, :, 0], 2, axis=-1)
         # P and O are each rounded to the dtype once, by half an epsilon at the most; the factor
         # 2 is for all that is float32.
-        self.allowed = 2 * EPSILON[x.problem.dtype] * magnitude + 1e-6
+        self.allowed = 2 * x.problem.element.epsilon * magnitude + 1e-6
 
     def why_wrong(self, out: Any) -> str | None:
         """Why an output cannot be right, or None."""
@@ -256,6 +254,7 @@ class _Bench:
 
     def cell(self, point: Point) -> Cell:
         """Check and time every contestant on one point of the grid."""
+        from fagen.judge.bench import bench_of
         from fagen.judge.measure import compare, read_clock
         from fagen.records.dispatch import choose
 
@@ -263,9 +262,10 @@ class _Bench:
         x = self.memory.cut(problem, shape)
         choice = choose(problem, shape, self.device, store=self.store)
         calls, failed = self._right_calls(x, choice.config)
-        read_clock(self.device_index)  # what came before is not of this cell
-        times = compare(calls, device_index=self.device_index) if calls else {}
-        clock_mhz = read_clock(self.device_index) if calls else None
+        bench = bench_of(self.device_index)
+        read_clock(bench)  # what came before is not of this cell
+        times = compare(calls, bench) if calls else {}
+        clock_mhz = read_clock(bench) if calls else None
         tflops = {name: shape.tflops(problem, float(np.median(us))) for name, us in times.items()}
         limit = self.device.arch.mma_flops * self.device.sm_count * (clock_mhz or math.inf) * 1e-6
         return Cell(
@@ -287,8 +287,8 @@ class _Bench:
         makers: dict[str, Callable[[], Call]] = {"fagen": lambda: _own(x, config)}
         if self.grid == "C":
             makers["fagen_lse"] = lambda: _own(x, config, with_lse=True)
-        elif config.template != "forward_sm80":
-            makers["fagen_sm80"] = lambda: _own(x, self._sm80_config(x.problem, x.shape))
+        elif config.template != (portable := self._portable(x.problem).NAME):
+            makers["fagen_sm80"] = lambda: _own(x, self._best_of(portable, x.problem, x.shape))
         makers |= {name: partial(PEERS[name].adapt, x) for name in self.peers}
         sample = _Sample(x)
         calls, failed = {}, {}
@@ -311,22 +311,28 @@ class _Bench:
                 calls[name] = call
         return calls, failed
 
-    def _sm80_config(self, problem: Problem, shape: Shape) -> AnyConfig:
-        """The sm80 template's best record for this card, or its default."""
-        from fagen.kernels.space import default_config
+    def _portable(self, problem: Problem) -> Template:
+        """The template that runs on every architecture."""
+        from fagen.kernels.registry import templates_for
+
+        return templates_for(problem.op, self.device.arch)[-1]
+
+    def _best_of(self, template: str, problem: Problem, shape: Shape) -> AnyConfig:
+        """A template's best record for this card, or its default."""
+        from fagen.kernels.registry import default_config
         from fagen.records.dispatch import tier_table
 
         store = self.sm80_store or self.store
         offers = tier_table(problem, shape, self.device, store=store)
         for tier in sorted(offers):
             for offer in offers[tier]:
-                if offer.illegal is None and offer.config.template == "forward_sm80":
+                if offer.illegal is None and offer.config.template == template:
                     return offer.config
-        return default_config(problem, self.device, "forward_sm80")
+        return default_config(problem, self.device, template)
 
     def versions(self) -> dict[str, str]:
         import fagen
-        from fagen.build.compile import nvrtc_version
+        from fagen.build.nvrtc import nvrtc_version
         from fagen.run.driver import driver_version
 
         versions = {

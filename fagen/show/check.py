@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict
 
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig, templates_for
 from fagen.kernels.space import legal_configs, why_illegal
-from fagen.problem import DTYPES, Problem
+from fagen.operation import OPERATIONS
+from fagen.problem import DTYPE_NAMES, Problem
 from fagen.tuning.search.legal import LegalSet
 
 if TYPE_CHECKING:
-    from fagen.build.compile import Compiled
+    from fagen.build.compiled import Compiled
     from fagen.records.store import Record, RecordFile
 
 HEAD_DIMS = (64, 128, 256)
@@ -127,18 +128,22 @@ def measure_space(template: str, problem: Problem, device: Device) -> SpaceRepor
     )
 
 
+def _templates(arch: Architecture) -> list[str]:
+    return [t.NAME for operation in OPERATIONS for t in templates_for(operation, arch)]
+
+
 def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
     """About `count` distinct legal (problem, config) pairs, spread over templates and head dims."""
     dice = random.Random(seed)
     jobs: set[Job] = set()
-    spaces = [(t, head_dim) for t in device.arch.templates for head_dim in HEAD_DIMS]
+    spaces = [(t, head_dim) for t in _templates(device.arch) for head_dim in HEAD_DIMS]
     for index, (template, head_dim) in enumerate(spaces):
         problem = Problem(dtype="bf16", head_dim=head_dim)
         legal = LegalSet(problem, device, template)
         share = count * (index + 1) // len(spaces) - count * index // len(spaces)
         for row in dice.sample(range(len(legal)), min(share, len(legal))):
             question = problem.model_copy(
-                update={"dtype": dice.choice(DTYPES), "causal": dice.random() < 0.5}
+                update={"dtype": dice.choice(DTYPE_NAMES), "causal": dice.random() < 0.5}
             )
             jobs.add((question, legal.config(row)))
     return sorted(jobs, key=str)
@@ -156,7 +161,7 @@ def whole_space(device: Device) -> list[Job]:
     return [
         (problem, config)
         for problem in problems
-        for template in device.arch.templates
+        for template in _templates(device.arch)
         for config in legal_configs(template, problem, device)
     ]
 
@@ -202,12 +207,12 @@ def _judge_record(
     if fault is None and compiled is not None:
         fault = compiled.resources.why_bad()
         if index is not None:
+            from fagen.judge.bench import bench_of
             from fagen.judge.verify import verify
-            from fagen.run.launch import LoadedKernel
+            from fagen.run.executor import Executor
 
-            verdict = verify(
-                LoadedKernel(compiled, record.problem, record.config), device_index=index
-            )
+            kernel = Executor(compiled, record.problem, record.config)
+            verdict = verify(kernel, bench_of(index))
             verified = verdict.ok
             fault = fault or (None if verdict.ok else f"wrong result: {verdict.reason}")
     return RecordReport(
@@ -245,7 +250,7 @@ def check(
     files = tuple(files)
     spaces = tuple(
         measure_space(template, Problem(dtype="bf16", head_dim=head_dim), device)
-        for template in arch.templates
+        for template in _templates(arch)
         for head_dim in HEAD_DIMS
     )
     sampled = whole_space(device) if everything else sample_space(device, sample)

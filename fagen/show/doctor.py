@@ -108,7 +108,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    from fagen.build.compile import cache_folder
+    from fagen.build.cache import cache_folder
 
     fix = "export FAGEN_CACHE=/a/folder/that/only/you/can/write"
     try:
@@ -126,7 +126,7 @@ def _cache() -> Iterator[Finding]:
 
 def _templates() -> Iterator[Finding]:
     from fagen.build.render import template_folder
-    from fagen.kernels.config import TEMPLATES
+    from fagen.kernels.registry import TEMPLATES
 
     missing = [name for name in TEMPLATES if not (template_folder() / f"{name}.cu.j2").is_file()]
     yield Finding(

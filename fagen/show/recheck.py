@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from fagen.build.compile import Compiled, compile_many
+from fagen.build.compile import compile_many
+from fagen.build.compiled import Compiled
 from fagen.device import Device
 from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.judge.measure import median_and_spread
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.space import why_illegal
 from fagen.problem import Problem
 from fagen.records.store import Record
 from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path

@@ -21,8 +21,7 @@ from pydantic import ValidationError
 from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.files import require_folder, write_files
-from fagen.kernels.config import TEMPLATES
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import TEMPLATES, default_config
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.tuning import model
 from fagen.tuning.outcome import Measured, Rejected, Tried
@@ -251,8 +250,7 @@ class Point:
 
 def tensor_ceiling(device: Device, template: str) -> float:
     """TFLOP/s of the tensor cores with the instruction of a template, at the card's clock."""
-    arch = device.arch
-    per_clock = arch.mma_flops if template == arch.templates[0] else arch.mma_sync_flops
+    per_clock = TEMPLATES[template].tensor_flops(device.arch)
     return per_clock * device.sm_count * device.clock_mhz * 1e-6
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fagen.errors import ArgumentError
 from fagen.files import write_file
-from fagen.problem import HIDDEN, TOKENS, Dtype, Shape
+from fagen.problem import HIDDEN, TOKENS, DtypeName, Shape
 from fagen.show.peers import PEERS
 from fagen.tuning.finals import CONFIDENCE, Ratio, fastest, paired_ratio
 
@@ -107,7 +107,7 @@ class Results(BaseModel):
     device: str
     date: str
     grid: Grid = "A"
-    dtype: Dtype
+    dtype: DtypeName
     versions: dict[str, str]
     absent: dict[str, str]
     cells: tuple[Cell, ...]

@@ -17,11 +17,11 @@ from typing import NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fagen.build.compile import Compiled
+from fagen.build.compiled import Compiled
 from fagen.device import Device
 from fagen.errors import StoreError
 from fagen.files import replace_file
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import digest, locked
 from fagen.tuning.events import Notice

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
@@ -11,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from fagen.build.compile import Compiled, compile_kernel
+from fagen.build.compile import compile_kernel
+from fagen.build.compiled import Compiled
 from fagen.build.processes import in_processes
 from fagen.device import Architecture, Device
 from fagen.errors import CompileError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels.registry import AnyConfig
+from fagen.kernels.space import adapted, why_illegal
 from fagen.problem import Problem, Shape
 from fagen.records.store import Record, Store
 from fagen.tuning import model
@@ -39,27 +39,22 @@ def known_configs(
 ) -> list[AnyConfig]:
     """Legal configs on record for other problems, shapes and cards, the most alike first.
 
-    From another head dim a config comes with the default's slices of it.
+    Axes whose values depend on the problem come from the default where they do not carry over.
     """
     buckets = [shape.bucket() for shape in shapes]
 
     def unlikeness(record: Record) -> tuple[Any, ...]:
         return (
-            abs(math.log2(record.problem.head_dim / problem.head_dim)),
+            problem.distance(record.problem),
             record.device.arch != device.arch.name,
             record.device.key != device.key,
             not record.measured,
-            record.problem.causal != problem.causal,
-            record.problem.dtype != problem.dtype,
             min(bucket.distance(record.bucket) for bucket in buckets),
         )
 
-    slices = {"block_k": default_config(problem, device, template).block_k}
     records = [r for r in _records(out) if r.config.template == template]
     known = (
-        record.config
-        if record.problem.head_dim == problem.head_dim
-        else record.config.model_copy(update=slices)
+        adapted(record.config, record.problem, problem)
         for record in sorted(records, key=unlikeness)
     )
     legal = (config for config in known if why_illegal(config, problem, device) is None)
@@ -89,8 +84,8 @@ def model_picks(legal: LegalSet, shape: Shape, count: int, seed: int) -> list[An
     tiles: Counter[tuple[int, int]] = Counter()
     picks: list[AnyConfig] = []
     for _, config in ranked_by_model(legal, shape, seed) if count > 0 else ():
-        tiles[config.block_m, config.block_n] += 1
-        if tiles[config.block_m, config.block_n] <= PICKS_PER_TILE:
+        tiles[config.steps] += 1
+        if tiles[config.steps] <= PICKS_PER_TILE:
             picks.append(config)
         if len(picks) == count:
             break

@@ -17,11 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fagen.build.compile import Compiled, compile_kernel
+from fagen.build.compile import compile_kernel
+from fagen.build.compiled import Compiled
 from fagen.device import Architecture
 from fagen.errors import CompileError, DeviceError
 from fagen.judge.measure import median_and_spread
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import Card, Provenance, Record, Result
 from fagen.tuning.blocklist import Guard

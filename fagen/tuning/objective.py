@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 
 from fagen.device import Device
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.tuning import model
 from fagen.tuning.outcome import Measured, Outcome, Rejected

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 
 RejectionKind = Literal[
     "illegal",  # breaks a rule of space.py, or was asked for before

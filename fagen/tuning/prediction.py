@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fagen.build.compile import Compiled
+from fagen.build.compiled import Compiled
 from fagen.device import Device
 from fagen.errors import CompileError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.space import default_config
+from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Shape
 from fagen.records.store import Card, Provenance, Record, Result, save_records
 from fagen.tuning import model

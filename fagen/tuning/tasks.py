@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fagen.errors import ArgumentError
-from fagen.problem import Dtype, Problem, Shape, standard_shape
+from fagen.problem import DtypeName, Problem, Shape, standard_shape
 from fagen.records.store import Calls, load_calls
 
 # The standard list, common ones first.
-STANDARD_DTYPES: tuple[Dtype, ...] = ("bf16", "fp16")
+STANDARD_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp16")
 STANDARD_HEAD_DIMS = (128, 64, 256, 96, 192)
 STANDARD_CAUSAL = (True, False)
 STANDARD_SEQLENS = (512, 2048, 8192)
@@ -47,7 +47,7 @@ def companions(shape: Shape) -> tuple[Shape, ...]:
 
 def standard_tasks(
     *,
-    dtypes: Sequence[Dtype] = STANDARD_DTYPES,
+    dtypes: Sequence[DtypeName] = STANDARD_DTYPES,
     head_dims: Sequence[int] = STANDARD_HEAD_DIMS,
     causal: Sequence[bool] = STANDARD_CAUSAL,
     seqlens: Sequence[int] = STANDARD_SEQLENS,

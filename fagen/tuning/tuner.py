@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fagen.build.compile import Compiled, compile_kernel
+from fagen.build.compile import compile_kernel
+from fagen.build.compiled import Compiled
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, CompileError, DeviceError, UnsupportedError
-from fagen.kernels.config import AnyConfig
-from fagen.kernels.published import published_configs
-from fagen.kernels.space import default_config, why_illegal
+from fagen.kernels.registry import AnyConfig, default_config, template_of, templates_for
+from fagen.kernels.space import seeds, why_illegal
 from fagen.problem import Problem, Shape
 from fagen.records.store import Record, check_can_save, digest, save_records, user_overlay_path
 from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path
@@ -265,11 +265,11 @@ def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
     """Refuses what no trial could answer."""
     if not tasks:
         raise ArgumentError("there is nothing to tune: name at least one problem")
-    allowed = device.arch.templates
+    allowed = {t.NAME for task in tasks for t in templates_for(task.problem.op, device.arch)}
     if template is not None and template not in allowed:
         raise ArgumentError(
             f"template {template} does not run on {device.arch.name}: allowed are "
-            f"{', '.join(allowed)}"
+            f"{', '.join(sorted(allowed, reverse=True))}"
         )
     for task in tasks:
         fitting = template or default_config(task.problem, device).template
@@ -401,7 +401,7 @@ class _Tuning:
                 seeds=[
                     default,
                     *known,
-                    *published_configs(template, problem, device),
+                    *seeds(template, problem, device),
                     *model_picks(legal, shape, self.trials // TRIALS_PER_PICK, self.seed),
                 ],
                 predict=predicted(problem, _timed_on(shape, self.effort), default, device),
@@ -440,7 +440,7 @@ class _Tuning:
         twins: dict[tuple[Any, ...], str] = {}
         for tried in studies[0].measured:
             if isinstance(tried.outcome, Measured):
-                twins[_twin_key(tried.outcome.cubin, tried.config, task.problem)] = str(
+                twins[_twin_key(tried.outcome.cubin, tried.config, task, self.report.device)] = str(
                     tried.config
                 )
 
@@ -458,7 +458,9 @@ class _Tuning:
 
         def offered(answers: Iterable[tuple[AnyConfig, Compiled | CompileError]]) -> Results:
             for config, compiled in answers:
-                if rejected := _reject_unmeasured(task.problem, config, compiled, twins):
+                if rejected := _reject_unmeasured(
+                    task, self.report.device, config, compiled, twins
+                ):
                     yield config, [rejected] * len(studies)
                 for study in studies:
                     if study.is_pending(config):
@@ -534,7 +536,7 @@ class _Tuning:
         baseline: Mapping[Shape, float],
     ) -> list[Outcome]:
         """The outcome for each shape; a kernel that fails on one of them fails on all."""
-        if rejected := _reject_unmeasured(task.problem, config, compiled, twins):
+        if rejected := _reject_unmeasured(task, self.report.device, config, compiled, twins):
             return [rejected] * len(task.shapes)
         assert isinstance(compiled, Compiled)
         outcomes: list[Outcome] = []
@@ -568,7 +570,8 @@ class _Tuning:
 
 
 def _reject_unmeasured(
-    problem: Problem,
+    task: Task,
+    device: Device,
     config: AnyConfig,
     compiled: Compiled | CompileError,
     twins: dict[tuple[Any, ...], str],
@@ -578,19 +581,15 @@ def _reject_unmeasured(
         return Rejected(kind="compile", reason=str(compiled))
     if bad := compiled.resources.why_bad():
         return Rejected(kind="resources", reason=bad)
-    twin = twins.setdefault(_twin_key(digest(compiled.cubin), config, problem), str(config))
+    twin = twins.setdefault(_twin_key(digest(compiled.cubin), config, task, device), str(config))
     if twin != str(config):
         return Rejected(kind="duplicate", reason=f"the same cubin as {twin}")
     return None
 
 
-def _twin_key(cubin: str, config: AnyConfig, problem: Problem) -> tuple[Any, ...]:
-    """What makes two candidates one: the code, and all that the launch takes from the config."""
-    return (
-        cubin,
-        config.block_m,
-        config.block_n,
-        config.threads,
-        config.smem_bytes(problem),
-        config.min_blocks_per_sm if config.is_persistent else 0,
-    )
+def _twin_key(cubin: str, config: AnyConfig, task: Task, device: Device) -> tuple[Any, ...]:
+    """What makes two candidates one: the code, and what is launched for each shape."""
+    problem = task.problem
+    strides = tuple((0,) * (len(o.dims) - 1) for o in problem.operation.strided)
+    plan = template_of(config).plan
+    return (cubin, *(plan(problem, config, shape, strides, device) for shape in task.shapes))

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from fagen.build.compile import Compiled
+from fagen.build.compiled import Compiled
 from fagen.build.processes import spawn
 from fagen.device import Device
 from fagen.errors import CudaError, DeviceError, FagenError
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import digest
 from fagen.tuning.outcome import Measured, Outcome, Rejected
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from fagen.judge.measure import Call
     from fagen.judge.verify import Verdict
-    from fagen.run.launch import LoadedKernel
+    from fagen.run.executor import Executor
 
 START_SECONDS = 60.0  # of a new process: imports, CUDA context, helper kernels
 DEADLINE_SECONDS = 20.0  # of one request
@@ -298,9 +298,10 @@ def _warm_up(evaluator: str, device_index: int) -> None:
     _named(evaluator)
     with suppress(FagenError, ImportError):
         query_device(device_index)
-        from fagen.judge.measure import prepare
+        from fagen.judge.bench import bench_of
+        from fagen.judge.measure import timer_of
 
-        prepare(device_index)
+        timer_of(bench_of(device_index))
 
 
 def _named(path: str) -> Callable[..., Any]:
@@ -331,25 +332,26 @@ def evaluate_on_device(
     Raises:
         DeviceError: if the device's memory is full.
     """
+    from fagen.judge.bench import bench_of
     from fagen.judge.measure import measure
     from fagen.judge.verify import check_sample
     from fagen.run.driver import FATAL
 
     try:
-        kernel = _load(_Key(compiled), problem, config)
-        verdict = _verdict(_Key(compiled), problem, config, device_index)
+        kernel = _load(compiled, problem, config)
+        verdict = _verdict(compiled, problem, config, device_index)
         if verdict.ok:
-            verdict = check_sample(kernel, shape, device_index=device_index)
+            verdict = check_sample(kernel, shape, bench_of(device_index))
         if not verdict.ok:
             return Rejected(kind="stray" if verdict.stray else "wrong", reason=verdict.reason)
         timing = measure(
             kernel,
             shape,
-            device_index=device_index,
+            bench_of(device_index),
             budget_s=MEASURE_SECONDS,
             give_up_us=give_up_us,
         )
-        after = check_sample(kernel, shape, device_index=device_index, rows=8)
+        after = check_sample(kernel, shape, bench_of(device_index), rows=8)
     except CudaError as error:
         return Rejected(kind="crash" if error.code in FATAL else "launch", reason=str(error))
     if not after.ok:
@@ -365,53 +367,42 @@ def evaluate_on_device(
     )
 
 
-class _Key:
-    """A compiled kernel that hashes by its key."""
-
-    def __init__(self, compiled: Compiled) -> None:
-        self.compiled = compiled
-
-    def __hash__(self) -> int:
-        return hash(self.compiled.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.compiled.key == other.compiled.key
-
-
 @lru_cache(maxsize=64)
-def _load(key: _Key, problem: Problem, config: AnyConfig) -> LoadedKernel:
-    from fagen.run.launch import LoadedKernel
+def _load(compiled: Compiled, problem: Problem, config: AnyConfig) -> Executor:
+    from fagen.run.executor import Executor
 
-    return LoadedKernel(key.compiled, problem, config)
+    return Executor(compiled, problem, config)
 
 
 @lru_cache(maxsize=4096)
-def _verdict(key: _Key, problem: Problem, config: AnyConfig, device_index: int) -> Verdict:
+def _verdict(compiled: Compiled, problem: Problem, config: AnyConfig, device_index: int) -> Verdict:
+    from fagen.judge.bench import bench_of
     from fagen.judge.verify import verify
 
-    return verify(_load(key, problem, config), device_index=device_index)
+    return verify(_load(compiled, problem, config), bench_of(device_index))
 
 
 def _compare(
     candidates: Sequence[Candidate], problem: Problem, shape: Shape, device_index: int
 ) -> dict[str, list[float]]:
+    from fagen.judge.bench import bench_of
     from fagen.judge.measure import call_of, compare
     from fagen.judge.verify import check_sample
 
     kernels = {
-        str(config): _load(_Key(compiled), problem, config)
+        str(config): _load(compiled, problem, config)
         for compiled, config in candidates
-        if _verdict(_Key(compiled), problem, config, device_index)
+        if _verdict(compiled, problem, config, device_index)
     }
     calls: dict[str, Call] = {
-        name: call_of(kernel, shape, device_index) for name, kernel in kernels.items()
+        name: call_of(kernel, shape, bench_of(device_index)) for name, kernel in kernels.items()
     }
     torch_call = _torch_call(problem, shape, device_index)
     if torch_call is not None:
         calls[TORCH] = torch_call
-    times = compare(calls, rounds=COMPARE_ROUNDS, device_index=device_index)
+    times = compare(calls, bench_of(device_index), rounds=COMPARE_ROUNDS)
     for name, kernel in kernels.items():
-        if not check_sample(kernel, shape, device_index=device_index):
+        if not check_sample(kernel, shape, bench_of(device_index)):
             del times[name]
     return times
 

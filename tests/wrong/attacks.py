@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fagen.build.compile import Compiled, compile_source
+from fagen.build.compile import compile_source
+from fagen.build.compiled import Compiled
 from fagen.device import KNOWN_DEVICES, architecture
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import digest
 from fagen.tuning.model import predict

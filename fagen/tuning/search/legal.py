@@ -12,7 +12,7 @@ import numpy as np
 from fagen.device import Device
 from fagen.errors import ArgumentError
 from fagen.kernels import space
-from fagen.kernels.config import TEMPLATES, AnyConfig
+from fagen.kernels.registry import TEMPLATES, AnyConfig
 from fagen.problem import Problem
 
 
@@ -75,7 +75,7 @@ class LegalSet:
 
     def config(self, row: int) -> AnyConfig:
         """The config of a row of `positions`."""
-        return TEMPLATES[self.template](**self.parameters(row))
+        return TEMPLATES[self.template].Config(**self.parameters(row))
 
     def parameters(self, row: int) -> dict[str, Any]:
         """The value of each axis in a row of `positions`."""

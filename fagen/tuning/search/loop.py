@@ -29,7 +29,7 @@ from optuna.trial import Trial, TrialState
 
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.kernels import space
-from fagen.kernels.config import TEMPLATES, AnyConfig
+from fagen.kernels.registry import TEMPLATES, AnyConfig
 from fagen.tuning.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected, Tried
 from fagen.tuning.search.legal import LegalSet
 from fagen.tuning.search.statistics import spearman
@@ -403,7 +403,7 @@ class _OptunaSampler:
         if found is not None and not taken[found]:
             self._trials[found] = trial
             return found
-        config = TEMPLATES[self._legal.template](**trial.params)
+        config = TEMPLATES[self._legal.template].Config(**trial.params)
         reason = "tried before"
         if found is None:
             broken = space.why_illegal(config, self._legal.problem, self._legal.device)

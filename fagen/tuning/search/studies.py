@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from fagen.device import Device
 from fagen.errors import ArgumentError, StoreError, WriteError
-from fagen.kernels.config import TEMPLATES, AnyConfig, parse_config
+from fagen.kernels.registry import TEMPLATES, AnyConfig, parse_config
 from fagen.problem import Problem, Shape
 from fagen.tuning.outcome import Measured, Outcome, Rejected, Tried
 
@@ -234,7 +234,7 @@ STUDY_NAME = re.compile(
 
 def study_name(device: Device, problem: Problem, shape: Shape, template: str) -> str:
     """The name of a kept study, without what `search.Study` adds; `STUDY_NAME` takes it apart."""
-    version = TEMPLATES[template].axes_version
+    version = TEMPLATES[template].AXES_VERSION
     return f"{device.key} {problem} {shape.bucket()} {template} v{version}"
 
 

@@ -15,36 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fagen.kernels.config import AnyConfig
+from fagen.kernels.registry import TEMPLATES
+from fagen.kernels.template import Config
 from fagen.tuning.outcome import Measured, Outcome
 from fagen.tuning.search.legal import LegalSet
 
 Floats = NDArray[np.float64]
-Predict = Callable[[AnyConfig], float]  # config -> objective
+Predict = Callable[[Config], float]  # config -> objective
 
 SAMPLE = 8000  # legal configs that the static model looks at, 25 us each
 POOL = 2000  # the best of them
 CLIMBS, CLIMBERS = 3, 16  # rounds in which the neighbours of so many of the pool's best join it
 
-# How far apart two configs are whose errors have little in common, by axis: in the axis's unit
-# where it is one of a size, in changes of its value otherwise. Fit, as are the constants of
-# model.py, to the studies that tests/test_model.py reads.
-REACH_OF_SIZE = {
-    "block_m": 40.0,
-    "block_n": 144.0,
-    "stages": 1.0,
-    "min_blocks_per_sm": 7.5,
-    "warps": 8.0,
-}
-REACH_OF_CHOICE = {
-    "overlap": 1.0,
-    "p_in_smem": 8.0,
-    "persistent": 8.0,
-    "block_k": 16.0,
-    "producer_registers": 16.0,
-    "lazy_rescale": 16.0,
-    "exp2_fma_every": 16.0,
-}
+# For an axis of which the template does not say how far its errors reach; fit, as it is.
 REACH_OF_OTHERS = 4.0
 MODEL_ERROR = 0.05  # of the static model's logarithms, before anything is measured
 MODEL_ERROR_WEIGHT = 4.0  # measurements that it counts as
@@ -205,15 +188,16 @@ class _Likeness:
 
     def __init__(self, legal: LegalSet) -> None:
         self._positions = legal.positions
+        template = TEMPLATES[legal.template]
         self._sizes = {
-            column: np.array(values) / REACH_OF_SIZE[axis]
+            column: np.array(values) / template.REACH_OF_SIZE[axis]
             for column, (axis, values) in enumerate(legal.axes.items())
-            if axis in REACH_OF_SIZE
+            if axis in template.REACH_OF_SIZE
         }
         self._choices = {
-            column: 1 / REACH_OF_CHOICE.get(axis, REACH_OF_OTHERS)
+            column: 1 / template.REACH_OF_CHOICE.get(axis, REACH_OF_OTHERS)
             for column, axis in enumerate(legal.axes)
-            if axis not in REACH_OF_SIZE
+            if axis not in template.REACH_OF_SIZE
         }
 
     def __call__(self, rows: NDArray[np.int64], row: int) -> Floats:
