@@ -7,10 +7,7 @@ and judges by it, kernels take their pointers in its order.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from fagen.problem import Problem, Shape
+from typing import Literal, NamedTuple
 
 Role = Literal["in", "out", "inout"]
 

@@ -24,10 +24,9 @@ from fagen.judge import reference
 from fagen.judge.bench import Bench
 from fagen.judge.reference import Reference, References, round_to
 from fagen.kernels import registry
-from fagen.kernels.cost import Cost
 from fagen.kernels.plan import Buffer, Launch, Layout, Plan, Strides
 from fagen.kernels.template import Config as BaseConfig
-from fagen.kernels.template import Rule, symbol
+from fagen.kernels.template import Cost, Rule, symbol
 from fagen.operation import OPERATIONS, Operand, Operation
 from fagen.problem import Problem, Shape
 

@@ -22,8 +22,6 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from fagen.device import RESERVED_SMEM_PER_BLOCK, Device
 from fagen.kernels.template import SCHEDULERS, WARP, Config, round_up
 from fagen.mask import Mask
@@ -49,18 +47,6 @@ COMFORTABLE_REGISTERS = 28  # free beside the accumulators; with 16 to 23 each o
 NO_REGISTERS_LEFT = 0.3  # time lost when none are
 SPILL_BYTES_DOUBLE = 600.0  # bytes of spills that double the time: 192 cost a third
 SERIALISED = 1.4  # time lost when the compiler serialises wgmma
-
-
-class Cost(NamedTuple):
-    """What the static model adds up.
-
-    Attributes:
-        cycles: of the kernels; 0 if there is nothing to do.
-        memory_norm: the exponent of the overlap of computing with device memory.
-    """
-
-    cycles: float
-    memory_norm: float
 
 
 # ---- what a grid consists of ----
@@ -132,6 +118,8 @@ def static_imbalance(
     Args:
         heads_together: heads whose tiles are interleaved; 0 if heads follow each other.
     """
+    import numpy as np
+
     heads = shape.batch * shape.heads_q
     tiles = -(-shape.seqlen_q // tile_rows)
     index = np.arange(tiles * heads)

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 from fagen.device import Device
 from fagen.kernels import cost, forward
-from fagen.kernels.cost import ISSUE_PER_CLOCK, Cost, Grid, Step, Steps
+from fagen.kernels.cost import ISSUE_PER_CLOCK, Grid, Step, Steps
 from fagen.kernels.forward import ForwardConfig
+from fagen.kernels.template import Cost
 from fagen.problem import Problem, Shape
 
 # What the instructions of the kernels cost.

@@ -14,12 +14,21 @@ from fagen.device import ARCHITECTURES, Architecture, Device
 from fagen.kernels import forward
 from fagen.kernels.forward import ForwardConfig
 from fagen.kernels.plan import Launch, Plan, Strides, TensorMap
-from fagen.kernels.template import WARP, Rule, round_up, smem_rule, symbol, threads_rule
+from fagen.kernels.template import (
+    WARP,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    Cost,
+    Rule,
+    round_up,
+    smem_rule,
+    symbol,
+    threads_rule,
+)
 from fagen.problem import WIDE_ALIGNMENT, Problem, Shape
 
 if TYPE_CHECKING:
     from fagen.build.compiled import Resources
-    from fagen.kernels.cost import Cost
 
 NAME = "forward_sm90"
 OP = "forward"
@@ -34,8 +43,6 @@ REACH_OF_CHOICE = forward.REACH_OF_CHOICE | {
 }
 
 NARROWEST_SPAN = 32  # columns that a swizzle spans
-WARPGROUP = 128
-WARPGROUP_ROWS = 64  # wgmma's M
 BARRIER_BYTES = 8
 WORK_BYTES = 16  # which tile's Q a buffer holds
 SMEM_ALIGNMENT = 1024  # what the 128-byte swizzle needs of a tile's base

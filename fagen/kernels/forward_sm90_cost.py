@@ -10,17 +10,17 @@ from fagen.kernels.cost import (
     L2_BYTES_PER_CLOCK,
     SLOTS_LOST,
     SMEM_BYTES_PER_CLOCK,
-    Cost,
     Step,
     Steps,
     register_factor,
     resident_blocks,
 )
-from fagen.kernels.forward_sm90 import WARPGROUP_ROWS, Sm90Forward
+from fagen.kernels.template import WARPGROUP_ROWS, Cost
 from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
     from fagen.build.compiled import Resources
+    from fagen.kernels.forward_sm90 import Sm90Forward
 
 WGMMA_DEPTH = 16  # of one wgmma instruction; its columns vary
 NARROW_SWIZZLE = 1.33  # operand reads under the 64-byte swizzle, of those under the 128-byte: fit

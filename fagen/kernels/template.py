@@ -17,11 +17,12 @@ from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
     from fagen.build.compiled import Resources
-    from fagen.kernels.cost import Cost
     from fagen.kernels.plan import Plan, Strides
 
 WARP = 32
 SCHEDULERS = 4  # of an SM
+WARPGROUP = 128
+WARPGROUP_ROWS = 64  # that a warpgroup computes: wgmma's M
 MAX_REGISTERS = 255  # per thread, a limit of the instruction set
 
 
@@ -117,6 +118,18 @@ class Rule(NamedTuple):
     def name(self) -> str:
         """What rejections are counted under."""
         return self.broken.__name__.strip("_")
+
+
+class Cost(NamedTuple):
+    """What the static model adds up.
+
+    Attributes:
+        cycles: of the kernels; 0 if there is nothing to do.
+        memory_norm: the exponent of the overlap of computing with device memory.
+    """
+
+    cycles: float
+    memory_norm: float
 
 
 class Template(Protocol):
