@@ -32,11 +32,11 @@ class Operand(NamedTuple):
     strided: bool = True
     optional: bool = False
 
-    def sizes(self, problem: Problem, shape: Shape) -> tuple[int, ...]:
-        """The elements of each dimension."""
+    def sizes(self, problem: object, shape: object) -> tuple[int, ...]:
+        """The elements of each dimension, a field of the one or the other."""
         return tuple(getattr(problem if hasattr(problem, dim) else shape, dim) for dim in self.dims)
 
-    def elements(self, problem: Problem, shape: Shape) -> int:
+    def elements(self, problem: object, shape: object) -> int:
         """How many elements it has."""
         return math.prod(self.sizes(problem, shape))
 
