@@ -88,7 +88,7 @@ struct ToyParams {
   int rows, heads;
 };
 {% for field, offset in params.offsets.items() %}
-static_assert(__builtin_offsetof(ToyParams, {{ field }}) == {{ offset }}, "another layout");
+static_assert(__INTADDR__(&((ToyParams*)0)->{{ field }}) == {{ offset }}, "another layout");
 {% endfor %}
 static_assert(sizeof(ToyParams) == {{ params.size }}, "another layout");
 
