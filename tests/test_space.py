@@ -201,7 +201,7 @@ def test_walk_accounts_for_every_point(arch: str, head_dim: int) -> None:
         accepted = sum(1 for _ in legal_configs(template, problem, device, rejections=rejections))
         points = math.prod(len(values) for values in axes(template, problem).values())
         assert accepted > 1000
-        assert {"smem", "threads", "accumulators"} <= set(rejections)
+        assert {"smem", "accumulators"} <= set(rejections)
         assert accepted + rejections.total() == points
 
 
