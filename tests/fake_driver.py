@@ -14,29 +14,51 @@ import pytest
 
 from fagen.build.compiled import Compiled, Resources
 from fagen.device import KNOWN_DEVICES, Device
+from fagen.kernels import plan
+from fagen.kernels.template import symbol
 from fagen.problem import Problem
-from fagen.run import counters, driver, launch
+from fagen.run import counters, driver, executor
 
 CONTEXT = 0xC0
-KERNEL = 0xBEEF
+KERNEL = 0xBEEF  # the first one; each has a number of its own
 
 
 class Launch(NamedTuple):
-    """One cuLaunchKernelEx: `arguments` are the bytes of the kernel's parameters."""
+    """One cuLaunchKernelEx.
 
+    Attributes:
+        entry: the kernel's symbol.
+        arguments: the bytes of the kernel's parameters.
+        place: which of them is the struct; after the maps, before the counter.
+        attributes: CUlaunchAttributeID and the value's words.
+        context: the one that was current.
+    """
+
+    entry: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     smem_bytes: int
     stream: int
-    kernel: int
     arguments: tuple[bytes, ...]
+    place: int
+    attributes: tuple[tuple[int, tuple[int, ...]], ...]
     context: int | None
 
     @property
+    def maps(self) -> tuple[bytes, ...]:
+        """The tensor maps."""
+        return self.arguments[: self.place]
+
+    @property
     def params(self) -> bytes:
-        """Those of params.cuh."""
-        (found,) = (each for each in self.arguments if len(each) == launch.PARAMS.size)
-        return found
+        """The struct that the kernel takes by value."""
+        return self.arguments[self.place]
+
+    @property
+    def counter(self) -> int | None:
+        """The address of the tile counter; None if the kernel is given none."""
+        last = self.arguments[self.place + 1 :]
+        return int.from_bytes(last[0], "little") if last else None
 
 
 class FakeDriver:
@@ -50,8 +72,11 @@ class FakeDriver:
         self.replaced: list[int] = []
         self.launches: list[Launch] = []
         self.prepared: list[tuple[int, int]] = []
+        self.zeroed: list[tuple[int, int, int]] = []  # (address, bytes, stream)
         self.capturing = False
         self.slabs = 0
+        self._kernels: dict[str, int] = {}
+        self._plans: dict[int, plan.Launch] = {}  # by the address of the launch's config
 
     def encode_tensor_map(self, place: Any, dtype: int, rank: int, address: int, *rest: Any) -> int:
         dims, strides, box, steps, interleave, swizzle, promotion, fill = rest
@@ -75,18 +100,41 @@ class FakeDriver:
         ctypes.c_void_p.from_address(out.value).value = self.context
         return 0
 
+    def set_memory(self, address: int, byte: int, size: int, stream: int) -> int:
+        assert byte == 0
+        self.zeroed.append((address, size, stream))
+        return 0
+
     def launch(self, config_at: Any, kernel: Any, parameters: Any, extra: None) -> int:
         config = driver.LaunchConfig.from_address(config_at.value)
-        sizes = [launch.PARAMS.size]
-        if len(parameters) == 6:
-            sizes = [launch.MAP_BYTES] * 4 + sizes + [8]
+        planned = self._plans[config_at.value]
+        place = len(planned.maps)
+        # What the kernel takes: more or fewer parameters are an error here.
+        sizes = [executor.MAP_BYTES] * place + [planned.layout.size] + [8] * planned.draws_tiles
         arguments = tuple(
-            ctypes.string_at(place, size) for place, size in zip(parameters, sizes, strict=True)
+            ctypes.string_at(at, size) for at, size in zip(parameters, sizes, strict=True)
         )
-        shape = tuple(config.grid), tuple(config.block), config.smem_bytes
-        stream = config.stream or 0
-        self.launches.append(Launch(*shape, stream, kernel.value, arguments, self.context))
+        attributes = (driver.LaunchAttribute * config.attribute_count).from_address(
+            config.attributes or ctypes.addressof(config)
+        )
+        (entry,) = (name for name, number in self._kernels.items() if number == kernel.value)
+        self.launches.append(
+            Launch(
+                entry=entry,
+                grid=tuple(config.grid),
+                block=tuple(config.block),
+                smem_bytes=config.smem_bytes,
+                stream=config.stream or 0,
+                arguments=arguments,
+                place=place,
+                attributes=tuple((each.id, tuple(each.value)) for each in attributes),
+                context=self.context,
+            )
+        )
         return self.status
+
+    def get_kernel(self, library: int, name: str) -> int:
+        return self._kernels.setdefault(name, KERNEL + len(self._kernels))
 
     def is_capturing(self, stream: int, out: Any) -> int:
         out._obj.value = self.capturing
@@ -109,6 +157,15 @@ class FakeDriver:
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch, card: str = "NVIDIA H200") -> FakeDriver:
         fake = cls(KNOWN_DEVICES[card])
+
+        class Watched(executor._PreparedLaunch):
+            """Tells the fake which arguments the kernel takes."""
+
+            def __init__(self, launch: plan.Launch, *rest: Any) -> None:
+                super().__init__(launch, *rest)
+                fake._plans[ctypes.addressof(self._config)] = launch
+
+        monkeypatch.setattr(executor, "_PreparedLaunch", Watched)
         monkeypatch.setattr(driver, "hot_calls", lambda: fake)
         monkeypatch.setattr(driver, "query_device", lambda index: fake.device)
         monkeypatch.setattr(driver, "current_device", lambda: 0)
@@ -118,7 +175,7 @@ class FakeDriver:
         monkeypatch.setattr(counters, "_words", {})
         monkeypatch.setattr(counters, "_free", {})
         monkeypatch.setattr(driver, "load_library", lambda cubin: 1)
-        monkeypatch.setattr(driver, "get_kernel", lambda library, name: KERNEL)
+        monkeypatch.setattr(driver, "get_kernel", fake.get_kernel)
         monkeypatch.setattr(
             driver,
             "prepare_kernel",
@@ -130,11 +187,12 @@ class FakeDriver:
 def compiled(problem: Problem, arch: str = "sm90") -> Compiled:
     """What the compiler gives, with nothing in it."""
     return Compiled(
-        kernel_name=f"fagen_{problem.name}",
         arch=arch,
         source="// kernel",
         cubin=b"cubin",
-        resources=Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0),
+        entries={
+            symbol(problem): Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
+        },
         nvrtc="13.0",
         key="0" * 64,
     )
@@ -159,7 +217,9 @@ class Parcel:
     index: int | None
 
 
-FLOAT16, BFLOAT16, FLOAT32 = (FakeDtype(name) for name in ("float16", "bfloat16", "float32"))
+FLOAT16, BFLOAT16, FLOAT32, UINT8 = (
+    FakeDtype(name) for name in ("float16", "bfloat16", "float32", "uint8")
+)
 
 
 class FakeTensor:
@@ -201,7 +261,7 @@ class FakeTensor:
 
 def fake_torch() -> SimpleNamespace:
     """A module to put into sys.modules as "torch"; `.grad` and `.current` steer it."""
-    torch = SimpleNamespace(Tensor=FakeTensor, float32=FLOAT32, grad=True, current=77)
+    torch = SimpleNamespace(Tensor=FakeTensor, float32=FLOAT32, uint8=UINT8, grad=True, current=77)
     torch.is_grad_enabled = lambda: torch.grad
     torch.empty_like = FakeTensor.like
     torch.empty = FakeTensor.empty

@@ -5,21 +5,22 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import struct
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from fagen.run.launch import PARAMS, SCALE_OFFSET, Lengths
-from fake_driver import CONTEXT, KERNEL, FakeDriver, compiled
+from fake_driver import CONTEXT, FakeDriver, compiled
 
 from fagen.build.render import template_folder
 from fagen.errors import ArgumentError, CudaError, DeviceError, UnsupportedError
 from fagen.kernels import Sm80Forward, Sm90Forward
-from fagen.kernels.forward import heads_per_group, scale_log2
-from fagen.problem import Problem
+from fagen.kernels.forward import PARAMS, heads_per_group, scale_log2
+from fagen.kernels.plan import Buffer, Launch, Layout, Plan, TensorMap
+from fagen.problem import Problem, Shape
 from fagen.run import counters, driver
-from fagen.run.executor import Executor, TensorView
+from fagen.run.executor import Executor, Prepared, TensorView
 
 BF16_128 = Problem(dtype="bf16", head_dim=128)
 SM90 = Sm90Forward(block_m=128, block_n=176, block_k=64, stages=2)
@@ -60,16 +61,27 @@ def launch(
 ) -> None:
     """One launch with Q, K, V, O and LSE at 1, 2, 3, 4 and 5 times `base`."""
     d = kernel.problem.head_dim
-    kernel.launch(
-        view(base, batch, seqlen_q, heads_q, d),
-        view(2 * base, batch, seqlen_k, heads_kv, d),
-        view(3 * base, batch, seqlen_k, heads_kv, d),
-        view(4 * base, batch, seqlen_q, heads_q, d),
-        5 * base,
-        scale,
-        device_index=device_index,
-        stream=99,
+    shape = Shape(
+        batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_kv=heads_kv
     )
+    operands = {
+        "q": view(base, batch, seqlen_q, heads_q, d),
+        "k": view(2 * base, batch, seqlen_k, heads_kv, d),
+        "v": view(3 * base, batch, seqlen_k, heads_kv, d),
+        "o": view(4 * base, batch, seqlen_q, heads_q, d),
+        "lse": TensorView.contiguous(5 * base, (batch, heads_q, seqlen_q)),
+    }
+    kernel.launch(shape, operands, (scale_log2(scale),), device_index=device_index, stream=99)
+
+
+def launch_all(
+    kernel: Executor, tensor: TensorView, *, device_index: int = 0, stream: int = 0
+) -> None:
+    """One launch with the same tensor for Q, K, V and O, and no LSE."""
+    batch, seqlen, heads, _ = tensor.shape
+    shape = Shape(batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=heads, heads_kv=heads)
+    operands = dict.fromkeys(("q", "k", "v", "o"), tensor)
+    kernel.launch(shape, operands, (scale_log2(1.0),), device_index=device_index, stream=stream)
 
 
 @pytest.fixture
@@ -99,7 +111,9 @@ def test_the_packed_parameters_are_those_of_params_cuh() -> None:
     declared = re.findall(r"(\w+)(?=[,;])", code)
     assert declared == [name for name, *_ in ForwardParams._fields_]
     assert ctypes.sizeof(ForwardParams) == PARAMS.size == 168
-    assert ForwardParams.scale_log2.offset == SCALE_OFFSET
+    offsets = {name: getattr(ForwardParams, name).offset for name, *_ in ForwardParams._fields_}
+    assert offsets == PARAMS.offsets
+    assert PARAMS.offsets["scale_log2"] == 136
 
 
 def test_every_parameter_arrives(fake: FakeDriver, sm80: Executor) -> None:
@@ -119,12 +133,12 @@ def test_every_parameter_arrives(fake: FakeDriver, sm80: Executor) -> None:
     (call,) = fake.launches
     assert (call.grid, call.block) == ((params.tiles, 1, 1), (SM80.threads, 1, 1))
     assert (call.smem_bytes, call.stream) == (SM80.smem_bytes(BF16_128), 99)
-    assert call.kernel == KERNEL
+    assert call.entry == "fagen_forward_bf16_d128_full"
 
 
 def test_tensor_maps_say_dims_strides_box_and_swizzle(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
-    q, o, k, v = fake.encoded
+    q, k, v, o = fake.encoded
     base = 1 << 20
     tail = (0, 3, 3, 0)  # not interleaved, 128-byte swizzle, 256-byte promotion, zeros
     steps = (1, 1, 1, 1)
@@ -146,13 +160,13 @@ def test_narrow_chunks_take_the_64_byte_swizzle_and_fp16_its_own_type(fake: Fake
 
 def test_strides_of_dimensions_of_size_one_become_legal(fake: FakeDriver, sm90: Executor) -> None:
     tensor = TensorView(1 << 20, (1, 64, 1, 128), (7, 128, 3))
-    sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
+    launch_all(sm90, tensor)
     assert {strides for _, _, _, _, strides, *_ in fake.encoded} == {(256, 256, 256)}
 
 
 def test_expanded_heads_keep_stride_zero(fake: FakeDriver, sm90: Executor) -> None:
     tensor = TensorView(1 << 20, (2, 64, 4, 128), (64 * 128, 128, 0))
-    sm90.launch(tensor, tensor, tensor, tensor, 0, 1.0, device_index=0, stream=0)
+    launch_all(sm90, tensor)
     assert fake.encoded[0][4] == (256, 0, 64 * 256)
 
 
@@ -162,7 +176,7 @@ def test_a_repeated_call_only_points_the_maps_elsewhere(fake: FakeDriver, sm90: 
     base = 1 << 24
     assert len(fake.encoded) == 4
     assert sorted(fake.replaced) == [base, 2 * base, 3 * base, 4 * base]
-    maps = [int.from_bytes(data[:8], "little") for data in fake.launches[1].arguments[:4]]
+    maps = [int.from_bytes(data[:8], "little") for data in fake.launches[1].maps]
     assert maps == [base, 2 * base, 3 * base, 4 * base]
     params = params_of(fake)
     assert (params.q, params.k, params.v, params.o) == tuple(maps)
@@ -183,7 +197,7 @@ def test_without_keys_k_and_v_have_no_map(fake: FakeDriver, sm90: Executor) -> N
     launch(sm90, seqlen_k=0)
     assert [dims[1] for _, _, _, dims, *_ in fake.encoded] == [300, 300]
     assert len(fake.replaced) == 2
-    q, k, v, o, *_ = fake.launches[1].arguments
+    q, k, v, o = fake.launches[1].maps
     assert k == v == bytes(128)
     base = 1 << 20
     assert [int.from_bytes(data[:8], "little") for data in (q, o)] == [base, 4 * base]
@@ -215,9 +229,9 @@ def test_a_cluster_has_a_block_for_each_share_of_a_tile(fake: FakeDriver) -> Non
     assert params_of(fake).tiles == 2 * 8 * 2
     assert [box for *_, box, _, _, _, _, _ in fake.encoded] == [
         (64, 128, 1, 1),
+        (64, 88, 1, 1),
+        (64, 88, 1, 1),
         (64, 64, 1, 1),
-        (64, 88, 1, 1),
-        (64, 88, 1, 1),
     ]
     persistent = config.model_copy(update={"persistent": True})
     launch(Executor(compiled(BF16_128), BF16_128, persistent), batch=64)
@@ -232,11 +246,10 @@ def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: Fak
     kernel = Executor(compiled(BF16_128), BF16_128, config)
 
     def counter(stream: int, device_index: int = 0) -> int:
-        tensor = view(1 << 20, 1, 64, 1)
-        kernel.launch(
-            tensor, tensor, tensor, tensor, 0, 1.0, device_index=device_index, stream=stream
-        )
-        return int.from_bytes(fake.launches[-1].arguments[-1], "little")
+        launch_all(kernel, view(1 << 20, 1, 64, 1), device_index=device_index, stream=stream)
+        found = fake.launches[-1].counter
+        assert found is not None
+        return found
 
     first = counter(5)
     assert first == counter(5) != 0
@@ -255,8 +268,32 @@ def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: Fak
 
 def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: Executor) -> None:
     launch(sm90)
-    assert fake.launches[0].arguments[-1] == bytes(8)
+    assert fake.launches[0].counter is None
     assert fake.slabs == 0
+
+
+def test_a_plan_of_several_launches_zeroes_its_buffers_and_sets_attributes(
+    fake: FakeDriver,
+) -> None:
+    layout = Layout("Params", (("sums", "pointer"), ("x", "pointer"), ("n", "int")))
+    tensor_map = TensorMap(9, (64, 5), (128,), (64, 5), 3)
+    first = Launch("first", 3, 64, 0, layout, layout.pack({"n": 7}), (("x", tensor_map),))
+    second = first._replace(entry="second", maps=(), cluster=2, dependent=True, draws_tiles=True)
+    plan = Plan((first, second), (Buffer("kept", 300), Buffer("sums", 20, zeroed=True)))
+    kernels = {entry: driver.get_kernel(1, entry) for entry in ("first", "second")}
+    prepared = Prepared(plan, kernels, ["x"], 0)
+    assert prepared.workspace_bytes == 512 + 256
+    prepared.launch((0x1000,), (), 99, 0x8000)
+    assert fake.zeroed == [(0x8000 + 512, 20, 99)]
+    assert [call.entry for call in fake.launches] == ["first", "second"]
+    one, two = fake.launches
+    for call in fake.launches:
+        assert call.params == struct.pack("QQi4x", 0x8000 + 512, 0x1000, 7)
+    assert (len(one.maps), one.counter, one.attributes) == (1, None, ())
+    assert (len(two.maps), bool(two.counter)) == (0, True)
+    cluster, dependent = two.attributes
+    assert (cluster[0], cluster[1][:3]) == (4, (2, 1, 1))
+    assert (dependent[0], dependent[1][0]) == (6, 1)
 
 
 def test_too_many_tiles_and_too_long_sequences_are_refused(sm90: Executor) -> None:
@@ -281,18 +318,19 @@ def test_a_scale_that_no_kernel_takes_is_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads"),
+    ("shape", "heads"),
     [
-        (Lengths(4, 4096, 16384, 16, 16), 4),  # 8 MiB of K and V per head: four fit 32 MiB
-        (Lengths(4, 4096, 16384, 16, 4), 16),  # the same four K/V heads, four query heads each
-        (Lengths(1, 4096, 1 << 20, 16, 4), 4),  # not even one fits
-        (Lengths(2, 100, 64, 8, 8), 16),  # all of them
-        (Lengths(2, 100, 0, 8, 8), 16),
-        (Lengths(0, 0, 0, 0, 0), 1),
+        ((4, 4096, 16384, 16, 16), 4),  # 8 MiB of K and V per head: four fit 32 MiB
+        ((4, 4096, 16384, 16, 4), 16),  # the same four K/V heads, four query heads each
+        ((1, 4096, 1 << 20, 16, 4), 4),  # not even one fits
+        ((2, 100, 64, 8, 8), 16),  # all of them
+        ((2, 100, 0, 8, 8), 16),
+        ((0, 0, 0, 0, 0), 1),
     ],
 )
-def test_heads_that_share_the_l2(lengths: Lengths, heads: int) -> None:
-    assert heads_per_group(BF16_128, lengths) == heads
+def test_heads_that_share_the_l2(shape: tuple[int, ...], heads: int) -> None:
+    named = Shape(**dict(zip(Shape.model_fields, shape, strict=True)))
+    assert heads_per_group(BF16_128, named) == heads
 
 
 def test_another_device_is_made_current_for_the_launch_only(
@@ -330,7 +368,7 @@ def test_threads_share_no_plan(fake: FakeDriver, sm90: Executor) -> None:
     for index, call in enumerate(fake.launches):
         params = params_of(fake, index)
         base = params.q
-        maps = [int.from_bytes(data[:8], "little") for data in call.arguments[:4]]
+        maps = [int.from_bytes(data[:8], "little") for data in call.maps]
         assert maps == [base, 2 * base, 3 * base, 4 * base]
         assert params.lse == 5 * base
         seen[base] = seen.get(base, 0) + 1
@@ -379,6 +417,8 @@ def test_the_launch_config_is_laid_out_as_cuda_h_says() -> None:
     fields = ("grid", "block", "smem_bytes", "stream", "attributes", "attribute_count")
     offsets = [getattr(driver.LaunchConfig, field).offset for field in fields]
     assert offsets == [0, 12, 24, 32, 40, 48]
+    assert (driver.LaunchAttribute.id.offset, driver.LaunchAttribute.value.offset) == (0, 8)
+    assert ctypes.sizeof(driver.LaunchAttribute) == 72
 
 
 def test_query_device_reads_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
