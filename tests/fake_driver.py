@@ -17,7 +17,7 @@ from fagen.device import KNOWN_DEVICES, Device
 from fagen.kernels import plan
 from fagen.kernels.template import symbol
 from fagen.problem import Problem
-from fagen.run import counters, driver, executor
+from fagen.run import arrays, counters, driver, executor
 
 CONTEXT = 0xC0
 KERNEL = 0xBEEF  # the first one; each has a number of its own
@@ -267,3 +267,10 @@ def fake_torch() -> SimpleNamespace:
     torch.empty = FakeTensor.empty
     torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: torch.current)
     return torch
+
+
+def forget_frameworks() -> None:
+    """What was loaded as "torch" before is forgotten."""
+    caches: tuple[Any, ...] = (arrays._torch, arrays.framework_of)
+    for cached in caches:
+        cached.cache_clear()

@@ -16,8 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fagen.run.launch import SCALE_OFFSET
-from fake_driver import BFLOAT16, FLOAT16, FakeDriver, FakeTensor, Parcel, compiled, fake_torch
+from fake_driver import (
+    BFLOAT16,
+    FLOAT16,
+    FakeDriver,
+    FakeTensor,
+    Parcel,
+    compiled,
+    fake_torch,
+    forget_frameworks,
+)
 from records import some_record
 
 import fagen
@@ -26,8 +34,8 @@ from fagen.build.compile import compile_kernel
 from fagen.errors import ArgumentError, ConfigError, CudaError, UnsupportedError
 from fagen.judge import reference
 from fagen.kernels import Sm80Forward, Sm90Forward
+from fagen.kernels.forward import PARAMS, ForwardConfig
 from fagen.records.store import save_records
-from fagen.run import arrays
 
 # ---- the package ----
 
@@ -151,9 +159,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 def fresh_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_kernels", {})
     monkeypatch.setattr(api, "_thread", threading.local())
-    caches: tuple[Any, ...] = (arrays._torch, arrays.framework_of)
-    for cached in caches:
-        cached.cache_clear()
+    forget_frameworks()
 
 
 def qkv(**options: Any) -> tuple[FakeTensor, FakeTensor, FakeTensor]:
@@ -166,7 +172,8 @@ def pointers(fake: Fake) -> tuple[int, ...]:
 
 
 def scale(fake: Fake) -> float:
-    return ctypes.c_float.from_buffer_copy(fake.driver.launches[-1].params, SCALE_OFFSET).value
+    place = PARAMS.offsets["scale_log2"]
+    return ctypes.c_float.from_buffer_copy(fake.driver.launches[-1].params, place).value
 
 
 def test_a_call_launches_on_the_callers_stream_and_returns_its_framework(fake: Fake) -> None:
@@ -204,7 +211,7 @@ def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
         call(seqlen)
     assert len(fake.compiles) == 1
     assert len(fake.driver.encoded) == 4 * 50
-    monkeypatch.setattr(api, "Problem", None)  # a known geometry builds no model
+    monkeypatch.setattr(api, "ask", None)  # a known geometry builds no model
     monkeypatch.setattr(api, "choose", None)
     for seqlen in range(1000, 1050):
         call(seqlen)
@@ -238,12 +245,14 @@ def test_each_static_question_has_its_own_kernel(fake: Fake) -> None:
 def test_unaligned_pointers_take_narrow_loads(fake: Fake) -> None:
     q, k, v = qkv()
     fagen.attention(q, k, v)
-    odd = FakeTensor(K, pointer=v.data_ptr() + 2)
-    fagen.attention(q, k, odd)
-    (wide, _), (narrow, config) = fake.compiles
+    for shift in (2, 8):
+        odd = FakeTensor(K, pointer=v.data_ptr() + shift)
+        fagen.attention(q, k, odd)
+        assert fagen.explain(q, k, odd).problem.alignment == 2
+    (wide, _), (narrow, config), *_ = fake.compiles
     assert (wide.alignment, narrow.alignment) == (16, 2)
     assert isinstance(config, Sm80Forward)
-    assert len(fake.driver.launches[1].arguments) == 1  # no tensor maps
+    assert [len(call.arguments) for call in fake.driver.launches[1:]] == [1, 1]  # no tensor maps
 
 
 def test_bhsd_is_the_same_call_with_other_strides(fake: Fake) -> None:
@@ -753,5 +762,6 @@ def test_load_and_explain_agree_with_the_call(torch: Any) -> None:
     explanation = fagen.explain(q, k, v)
     assert explanation.config == kernel.config
     assert explanation.resources == kernel.resources
+    assert isinstance(kernel.config, ForwardConfig)
     assert f"kBlockN = {kernel.config.block_n}" in kernel.source
     assert torch.equal(kernel(q, k, v), fagen.attention(q, k, v))

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import pytest
 
+from fagen.build import cache, render
 from fagen.build import compile as compiler
-from fagen.build import render
-from fagen.build.cache import cache_folder, clear_cache
-from fagen.build.compile import compile_source
+from fagen.build.cache import cache_folder, cache_key, clear_cache, load_entry, store_entry
+from fagen.build.compile import compile_kernel, compile_source
 from fagen.build.compiled import Compiled, Resources
+from fagen.build.nvrtc import OPTIONS, run_nvrtc
 from fagen.device import Architecture, architecture
 from fagen.errors import CacheError
 from fagen.kernels import Sm80Forward
@@ -45,13 +46,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that went through NVRTC."""
     names: list[str] = []
-    run = compiler._run_nvrtc
 
-    def counting(source: str, arch: Architecture, kernel_name: str) -> object:
-        names.append(kernel_name)
-        return run(source, arch, kernel_name)
+    def counting(source: str, arch: Architecture, name: str) -> object:
+        names.append(name)
+        return run_nvrtc(source, arch, name)
 
-    monkeypatch.setattr(compiler, "_run_nvrtc", counting)
+    monkeypatch.setattr(compiler, "run_nvrtc", counting)
     return names
 
 
@@ -96,32 +96,34 @@ def test_uncached_compilation_leaves_no_trace(folder: Path, compilations: list[s
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-lineinfo")),
-        lambda patch: patch.setattr(compiler, "nvrtc_version", lambda: "12.6"),
-        lambda patch: patch.setattr(compiler, "_headers_digest", lambda: "another wheel's"),
-        lambda patch: patch.setattr(compiler, "CACHE_VERSION", 99),
+        lambda patch: patch.setattr(cache, "OPTIONS", (*OPTIONS, "-lineinfo")),
+        lambda patch: patch.setattr(cache, "nvrtc_version", lambda: "12.6"),
+        lambda patch: patch.setattr(cache, "_headers_digest", lambda: "another wheel's"),
+        lambda patch: patch.setattr(cache, "CACHE_VERSION", 99),
     ],
     ids=["options", "nvrtc", "headers", "version"],
 )
 def test_whatever_decides_the_cubin_is_in_the_key(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    key = compiler._key(SOURCE, SM80, "one")
-    index = compiler._index_hash(PROBLEM, CONFIG, SM80)
-    assert compiler._key(SOURCE, SM80, "one") == key
+    key = cache_key(SOURCE, SM80, ("one",))
+    index = cache._index_hash(PROBLEM, CONFIG, SM80)
+    assert cache_key(SOURCE, SM80, ("one",)) == key
     change(monkeypatch)
-    assert compiler._key(SOURCE, SM80, "one") != key
-    assert compiler._index_hash(PROBLEM, CONFIG, SM80) != index
+    assert cache_key(SOURCE, SM80, ("one",)) != key
+    assert cache._index_hash(PROBLEM, CONFIG, SM80) != index
 
 
 def test_source_target_and_kernel_are_in_the_key() -> None:
     keys = {
-        compiler._key(SOURCE, SM80, "one"),
-        compiler._key(SOURCE + " ", SM80, "one"),
-        compiler._key(SOURCE, SM80, "two"),
-        compiler._key(SOURCE, architecture("sm86"), "one"),
+        cache_key(SOURCE, SM80, ("one",)),
+        cache_key(SOURCE + " ", SM80, ("one",)),
+        cache_key(SOURCE, SM80, ("two",)),
+        cache_key(SOURCE, architecture("sm86"), ("one",)),
     }
     assert len(keys) == 4
+    several = {cache_key(SOURCE, SM80, names) for names in (("a", "b"), ("b", "a"), ("ab",))}
+    assert len(several) == 3
 
 
 def test_modification_times_do_not_matter(folder: Path, compilations: list[str]) -> None:
@@ -138,14 +140,14 @@ def test_modification_times_do_not_matter(folder: Path, compilations: list[str])
 
 @pytest.mark.usefixtures("folder")
 def test_warm_kernel_is_not_rendered(request: pytest.FixtureRequest) -> None:
-    first = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    first = compile_kernel(PROBLEM, CONFIG, SM80)
     request.getfixturevalue("_no_rendering")
-    assert compiler.compile_kernel(PROBLEM, CONFIG, SM80) == first
+    assert compile_kernel(PROBLEM, CONFIG, SM80) == first
 
 
 @pytest.mark.usefixtures("folder")
 def test_warm_process_imports_neither_jinja2_nor_cupy() -> None:
-    compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    compile_kernel(PROBLEM, CONFIG, SM80)
     with _in_python(f"""
         import sys
         from fagen.build.compile import compile_kernel
@@ -169,13 +171,13 @@ def test_an_edited_template_is_rendered_anew(
     monkeypatch.setattr(render, "template_folder", lambda: templates)
     render._environment.cache_clear()
     try:
-        first = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+        first = compile_kernel(PROBLEM, CONFIG, SM80)
         file = templates / "forward_sm80.cu.j2"
         times = file.stat()
         file.write_text(file.read_text() + "// edited\n")
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns - 1))
         render._environment.cache_clear()
-        second = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+        second = compile_kernel(PROBLEM, CONFIG, SM80)
     finally:
         render._environment.cache_clear()
     assert second.source == first.source + "// edited\n"
@@ -198,19 +200,19 @@ def test_an_edited_template_is_rendered_anew(
 def test_damaged_index_is_a_miss_and_mended(
     folder: Path, compilations: list[str], text: str
 ) -> None:
-    first = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    first = compile_kernel(PROBLEM, CONFIG, SM80)
     (index,) = (folder / "index").iterdir()
     whole = index.read_text()
     index.write_text(text)
-    assert compiler.compile_kernel(PROBLEM, CONFIG, SM80) == first
-    assert compilations == [first.kernel_name]  # rendered, then found by its text
+    assert compile_kernel(PROBLEM, CONFIG, SM80) == first
+    assert compilations == list(first.entries)  # rendered, then found by its text
     assert index.read_text() == whole
 
 
 def test_index_of_a_missing_entry_is_a_miss(folder: Path, compilations: list[str]) -> None:
-    first = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    first = compile_kernel(PROBLEM, CONFIG, SM80)
     shutil.rmtree(folder / "kernels")
-    second = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    second = compile_kernel(PROBLEM, CONFIG, SM80)
     assert second == first
     assert len(compilations) == 2
 
@@ -263,11 +265,11 @@ def test_kill_while_writing_leaves_a_miss(folder: Path, written_files: int) -> N
         process.communicate(timeout=30)
     assert process.returncode == -9
     (leftover,) = (folder / "partial").iterdir()
-    assert compiler._load(compiler._key(SOURCE, SM80, "one"), SM80) is None
+    assert load_entry(cache_key(SOURCE, SM80, ("one",)), SM80) is None
     compiled = compile_source(SOURCE, SM80, "one")
     assert compiled.path is not None
     assert leftover.exists()  # its writer may live
-    past = time.time() - 2 * compiler.LEFTOVER_SECONDS
+    past = time.time() - 2 * cache.LEFTOVER_SECONDS
     os.utime(leftover, (past, past))
     compile_source(SOURCE + "\n", SM80, "one")
     assert not leftover.exists()
@@ -293,33 +295,32 @@ def test_four_processes_compile_the_same_source(folder: Path, tmp_path: Path) ->
     outputs = {process.communicate(timeout=60)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0, 0]
     (output,) = outputs
-    assert output.split() == [compiler._key(SOURCE, SM80, "one"), str(*folder.glob("kernels/*"))]
+    assert output.split() == [cache_key(SOURCE, SM80, ("one",)), str(*folder.glob("kernels/*"))]
     assert list((folder / "partial").iterdir()) == []
-    assert compiler._load(output.split()[0], SM80) is not None
+    assert load_entry(output.split()[0], SM80) is not None
 
 
 @pytest.mark.usefixtures("folder")
 def test_writers_readers_and_vandals() -> None:
     """Whatever happens to an entry meanwhile, what is read is whole or a miss."""
     whole = Compiled(
-        kernel_name="one",
         arch="sm80",
         source=SOURCE,
         cubin=bytes(range(256)) * 64,
-        resources=Resources(registers=8, spill_bytes=0, stack_bytes=0, smem_bytes=0),
+        entries={"one": Resources(registers=8, spill_bytes=0, stack_bytes=0, smem_bytes=0)},
         nvrtc="13.0",
-        key=compiler._key(SOURCE, SM80, "one"),
+        key=cache_key(SOURCE, SM80, ("one",)),
     )
     end = time.monotonic() + 1.0
     hits: list[Compiled] = []
 
     def write() -> None:
         while time.monotonic() < end:
-            assert compiler._store(whole, SM80) is not None
+            assert store_entry(whole, SM80) is not None
 
     def read() -> None:
         while time.monotonic() < end:
-            found = compiler._load(whole.key, SM80)
+            found = load_entry(whole.key, SM80)
             if found is not None:
                 hits.append(found)
 
@@ -357,7 +358,7 @@ def test_folders_are_private(folder: Path, exists: bool) -> None:
     try:
         if exists:
             folder.mkdir(parents=True, mode=0o755)  # readable by others, which is fine
-        compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+        compile_kernel(PROBLEM, CONFIG, SM80)
     finally:
         os.umask(before)
     inside = [path for path in folder.rglob("*") if path.is_dir()]
@@ -407,7 +408,7 @@ def test_folder_that_cannot_be_made_costs_only_the_cache(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert compile_source(SOURCE, SM80, "one").path is None
-    assert [record.name for record in caplog.records] == ["fagen.build.compile"]  # once
+    assert [record.name for record in caplog.records] == ["fagen.build.cache"]  # once
     assert "not cached" in caplog.text
     assert "Not a directory" in caplog.text
 
@@ -420,23 +421,23 @@ def test_full_disk_costs_only_the_cache(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(Path, "write_bytes", full)
-        kernel = compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+        kernel = compile_kernel(PROBLEM, CONFIG, SM80)
     assert kernel.path is None
     assert "No space left on device" in caplog.text
     assert list((folder / "partial").iterdir()) == []
-    assert compiler.compile_kernel(PROBLEM, CONFIG, SM80).cubin == kernel.cubin
+    assert compile_kernel(PROBLEM, CONFIG, SM80).cubin == kernel.cubin
 
 
 def test_clear_frees_what_was_cached_and_nothing_else(
     folder: Path, compilations: list[str]
 ) -> None:
     assert clear_cache() == 0
-    compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    compile_kernel(PROBLEM, CONFIG, SM80)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     (folder / "mine.txt").write_text("not fagen's")
     assert clear_cache() == size
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
-    compiler.compile_kernel(PROBLEM, CONFIG, SM80)
+    compile_kernel(PROBLEM, CONFIG, SM80)
     assert len(compilations) == 2
 
 
@@ -445,4 +446,4 @@ def test_entry_says_which_cubin_it_belongs_to(folder: Path) -> None:
     assert compiled.path is not None
     entry = json.loads((compiled.path / "resources.json").read_text())
     assert entry["cubin_sha256"] == hashlib.sha256(compiled.cubin).hexdigest()
-    assert entry["resources"]["registers"] == compiled.resources.registers
+    assert entry["entries"]["one"]["registers"] == compiled.resources.registers

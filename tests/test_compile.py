@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from alive import is_alive, wait_until_dead
 
-from fagen.build import compile as compiler
-from fagen.build.compile import compile_kernel, compile_many, compile_source
+from fagen.build import cache, nvrtc
+from fagen.build.compile import compile_kernel, compile_many, compile_source, to_ptx
 from fagen.build.compiled import Compiled, Resources
 from fagen.build.processes import in_processes
 from fagen.device import ARCHITECTURES, architecture
@@ -69,6 +69,9 @@ def test_report_of_shared_memory_stack_and_spills() -> None:
     modest = compile_source(source, SM90, "modest").resources  # same text, its own report
     assert modest.registers < 32
     assert modest.spill_bytes == modest.stack_bytes == modest.smem_bytes == 0
+    both = compile_source(source, SM90, "modest", "greedy")
+    assert both.entries == {"modest": modest, "greedy": greedy}
+    assert both.resources == greedy.model_copy(update={"warnings": both.resources.warnings})
 
 
 def test_a_stack_frame_is_bad() -> None:
@@ -91,15 +94,15 @@ def test_ignored_setmaxnreg_is_bad() -> None:
 
 
 def test_serialised_wgmma_is_bad() -> None:
-    resources = compiler.parse_log(
+    resources = nvrtc.parse_log(
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
         "serialized due to insufficient register resources in the function 'f'\n"
         "ptxas info    : Compiling entry function 'f' for 'sm_90a'\n"
         "ptxas info    : Function properties for f\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 168 registers, used 1 barriers, 2048 bytes smem, 96 bytes cmem[0]\n",
-        "f",
-    )
+        ("f",),
+    )["f"]
     assert (resources.registers, resources.smem_bytes) == (168, 2048)
     assert "serialised wgmma" in str(resources.why_bad())
 
@@ -136,7 +139,7 @@ def test_unknown_target_is_a_compile_error() -> None:
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(MissingDependencyError, match=r"CuPy.*fagen\[cuda13\]"):
         compile_source(SCALE, SM80, "scale")
 
@@ -148,7 +151,7 @@ def test_without_nvrtc_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         raise cuda.pathfinder.DynamicLibNotFoundError(name)
 
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", find_nothing)
-    compiler.nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"NVRTC.*fagen\[cuda13\]"):
         compile_source(SCALE, SM80, "scale")
 
@@ -157,14 +160,14 @@ def test_without_headers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     import cuda.pathfinder
 
     monkeypatch.setattr(cuda.pathfinder, "find_nvidia_header_directory", lambda name: None)
-    compiler._header_folder.cache_clear()
-    compiler._headers_digest.cache_clear()
+    nvrtc.header_folder.cache_clear()
+    cache._headers_digest.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"cuda_bf16.h.*fagen\[cuda13\]"):
         compile_source(SCALE, SM80, "scale")
 
 
 def test_ptx() -> None:
-    ptx = compiler.to_ptx(SCALE, SM90, "scale")
+    ptx = to_ptx(SCALE, SM90, "scale")
     assert ".target sm_90a" in ptx
     assert ".entry scale" in ptx
     assert ptx.endswith("\n")

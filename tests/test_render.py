@@ -19,6 +19,7 @@ from fagen.device import architecture, typical_device
 from fagen.kernels import Sm80Forward, Sm90Forward
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.kernels.space import axes, why_illegal
+from fagen.kernels.template import symbol
 from fagen.problem import Problem
 
 SM90 = typical_device(architecture("sm90"))
@@ -46,6 +47,7 @@ def test_the_same_arguments_give_the_same_text(template: str) -> None:
 def test_text_does_not_depend_on_process_folder_or_hash_seed(tmp_path: Path) -> None:
     code = f"""
 from fagen.kernels.registry import parse_config
+from fagen.kernels.template import symbol
 from fagen.problem import Problem
 from fagen.build.render import render
 config = parse_config({BASES["forward_sm90"].model_dump()!r})
@@ -67,7 +69,8 @@ print(render(Problem(**{PROBLEM.model_dump()!r}), config), end="")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_text_is_self_contained(template: str, dtype: str) -> None:
     text = _text(template, dtype=dtype)
-    assert f"using Element = {render.ELEMENT[dtype]};" in text
+    element = {"bf16": "Bfloat16", "fp16": "Half"}[dtype]
+    assert f"using Element = {element};" in text
     assert "#include" not in text
     assert "#pragma once" not in text
     assert not re.search(r"\{\{ |\{%[ -]|\{#", text), "Jinja is left over"

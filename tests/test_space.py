@@ -16,12 +16,19 @@ import pytest
 from fagen.build import render
 from fagen.build.compile import compile_many, compile_source
 from fagen.build.compiled import Compiled
-from fagen.device import ARCHITECTURES, Device, architecture, typical_device
+from fagen.device import ARCHITECTURES, Architecture, Device, architecture, typical_device
 from fagen.errors import ArgumentError, CompileError
 from fagen.kernels import Sm80Forward, Sm90Forward
-from fagen.kernels.registry import TEMPLATES, AnyConfig, default_config, parse_config
+from fagen.kernels.forward import ForwardConfig
+from fagen.kernels.registry import (
+    TEMPLATES,
+    AnyConfig,
+    default_config,
+    parse_config,
+    templates_for,
+)
 from fagen.kernels.space import axes, legal_configs, why_illegal
-from fagen.kernels.template import round_up
+from fagen.kernels.template import round_up, symbol
 from fagen.problem import Problem
 from fagen.tuning.search.legal import LegalSet
 
@@ -35,6 +42,11 @@ def _device(arch: str) -> Device:
 
 def _problem(head_dim: int, **fields: Any) -> Problem:
     return Problem(dtype="bf16", head_dim=head_dim, **fields)
+
+
+def _templates(arch: Architecture) -> list[str]:
+    """The names of the templates that run there."""
+    return [template.NAME for template in templates_for("forward", arch)]
 
 
 # ---- the tiles that FlashAttention ships are points of the space ----
@@ -178,17 +190,18 @@ def test_walk_agrees_with_rules(template: str, arch: str, head_dim: int) -> None
         assert set(walked) == set(legal)
         outcomes += Counter({True: len(legal), False: len(points) - len(legal)})
     assert outcomes[False] > 100
-    assert outcomes[True] > 100 or template not in device.arch.templates
+    assert outcomes[True] > 100 or template not in _templates(device.arch)
 
 
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm80", 128), ("sm86", 256), ("sm90", 256)])
 def test_walk_accounts_for_every_point(arch: str, head_dim: int) -> None:
     problem, device = _problem(head_dim), _device(arch)
-    for template in device.arch.templates:
+    for template in _templates(device.arch):
         rejections: Counter[str] = Counter()
         accepted = sum(1 for _ in legal_configs(template, problem, device, rejections=rejections))
         points = math.prod(len(values) for values in axes(template, problem).values())
         assert accepted > 1000
+        assert {"smem", "accumulators"} <= set(rejections)
         assert accepted + rejections.total() == points
 
 
@@ -209,10 +222,10 @@ AMPERE = Sm80Forward(block_m=128, block_n=64, block_k=128, warps=4, stages=1)
 @pytest.mark.parametrize(
     ("config", "change", "arch", "problem", "reason"),
     [
-        (HOPPER, {}, "sm80", {}, "forward_sm90 does not run on sm80: it takes forward_sm80"),
-        (HOPPER, {}, "sm120", {}, "does not run on sm120"),
-        (HOPPER, {}, "sm90", {"alignment": 2}, "TMA needs .* multiples of 16 bytes"),
-        (HOPPER, {"block_k": 48}, "sm90", {}, "block_k=48 is no multiple of 32"),
+        (HOPPER, {}, "sm80", {}, "does not answer forward on sm80: forward_sm80 does"),
+        (HOPPER, {}, "sm120", {}, "forward_sm90 does not answer forward on sm120"),
+        (HOPPER, {}, "sm90", {"alignment": 2}, "TMA needs .* 16 bytes: take forward_sm80"),
+        (HOPPER, {"block_k": 48}, "sm90", {}, "block_k=48 is not a multiple of 32"),
         (HOPPER, {"block_k": 256}, "sm90", {}, "more than head_dim 128"),
         (HOPPER, {"block_m": 256}, "sm90", {}, "block_m=256 is not 64, 128 or 192"),
         (HOPPER, {"block_m": 96}, "sm90", {}, "block_m=96 is not"),
@@ -236,7 +249,7 @@ def test_reasons(
     config: AnyConfig, change: dict[str, Any], arch: str, problem: dict[str, Any], reason: str
 ) -> None:
     question = _problem(128, **problem)
-    if not problem and config.template in architecture(arch).templates:
+    if not problem and config.template in _templates(architecture(arch)):
         assert why_illegal(config, question, _device(arch)) is None, "the change breaks it alone"
     changed = config.model_copy(update=change)
     assert re.search(reason, str(why_illegal(changed, question, _device(arch))))
@@ -260,7 +273,7 @@ def test_pool_of_registers(
         min_blocks_per_sm=min_blocks_per_sm,
     )
     assert why_illegal(config, _problem(64), _device("sm90")) is None
-    assert config.consumer_registers() == consumer
+    assert config.consumer_registers(65536) == consumer
     assert 128 * (block_m // 64 * consumer + producer) * min_blocks_per_sm <= 65536
 
 
@@ -281,7 +294,7 @@ def test_default_is_always_legal(arch: str) -> None:
     device = _device(arch)
     for head_dim, causal, alignment in itertools.product(range(8, 257, 8), (False, True), (2, 16)):
         problem = _problem(head_dim, causal=causal, alignment=alignment)
-        for template in (None, "forward_sm80", *device.arch.templates[alignment < 16 :]):
+        for template in (None, "forward_sm80", *_templates(device.arch)[alignment < 16 :]):
             config = default_config(problem, device, template)
             assert why_illegal(config, problem, device) is None, f"{problem} {config}"
             assert parse_config(config.model_dump()) == config
@@ -343,8 +356,8 @@ def _jobs(
 ) -> Iterator[tuple[Problem, AnyConfig]]:
     """`count` accepted configs or a few more, spread over templates, head dims and problems."""
     dice = random.Random(SEED)
-    share = math.ceil(count / len(head_dims) / len(device.arch.templates))
-    for template, head_dim in itertools.product(device.arch.templates, head_dims):
+    share = math.ceil(count / len(head_dims) / len(_templates(device.arch)))
+    for template, head_dim in itertools.product(_templates(device.arch), head_dims):
         for config in _sample(template, _problem(head_dim), device, share, dice):
             problem = Problem(
                 dtype=dice.choice(("bf16", "fp16")),
@@ -364,7 +377,9 @@ def _compile_within_limits(arch: str, count: int, head_dims: tuple[int, ...]) ->
         assert isinstance(answer, Compiled), f"{problem} {config}: {answer}"
         resources = answer.resources
         block = config.threads
-        assert resources.registers <= config.register_cap(), f"{problem} {config}"
+        assert isinstance(config, ForwardConfig)
+        cap = config.register_cap(device.arch.registers_per_sm)
+        assert resources.registers <= cap, f"{problem} {config}"
         warps = round_up(config.min_blocks_per_sm * math.ceil(block / 32), 4)
         registers = round_up(resources.registers, 8) * 32 * warps
         assert registers <= device.arch.registers_per_sm, f"{problem} {config}"

@@ -16,11 +16,15 @@ from wrong.bugs import BUGS
 from fagen.build.compile import compile_source
 from fagen.build.render import render
 from fagen.device import architecture, typical_device
-from fagen.judge import reference, verify
-from fagen.judge.reference import NUMPY_DTYPE, by_row
-from fagen.judge.verify import Expected, expect, judge, random_inputs
+from fagen.judge import inputs as judge_inputs
+from fagen.judge import verify
+from fagen.judge.inputs import GUARD, Slab, random_inputs, slab_of
+from fagen.judge.reference import by_row, references
+from fagen.judge.verify import Expected, Judged, expect, judge
 from fagen.kernels import Sm90Forward
-from fagen.kernels.registry import default_config
+from fagen.kernels.registry import TEMPLATES, default_config
+from fagen.kernels.template import symbol
+from fagen.operation import FORWARD
 from fagen.problem import DTYPE_NAMES, DtypeName, Problem, Shape
 
 Array = np.ndarray[Any, Any]
@@ -28,18 +32,36 @@ SHAPE = Shape(batch=1, seqlen_q=90, seqlen_k=70, heads_q=2, heads_kv=1)  # causa
 HEAD_DIM = 64
 
 
-def expected_of(dtype: DtypeName) -> Expected:
-    return expect(reference.references(*INPUTS[dtype], causal=True), dtype, SHAPE)
+def problem_of(dtype: DtypeName, head_dim: int = HEAD_DIM, *, causal: bool = True) -> Problem:
+    return Problem(dtype=dtype, head_dim=head_dim, causal=causal)
 
 
-INPUTS = {dtype: random_inputs(dtype, HEAD_DIM, SHAPE) for dtype in DTYPE_NAMES}
-EXPECTED = {dtype: expected_of(dtype) for dtype in DTYPE_NAMES}
+def expected_of(problem: Problem, inputs: dict[str, Array]) -> dict[str, Expected]:
+    found = references(problem, inputs)
+    return {name: expect(FORWARD.operand(name), found[name], problem) for name in ("o", "lse")}
+
+
+INPUTS = {dtype: random_inputs(problem_of(dtype), SHAPE) for dtype in DTYPE_NAMES}
+EXPECTED = {dtype: expected_of(problem_of(dtype), INPUTS[dtype]) for dtype in DTYPE_NAMES}
+
+
+def judge_both(
+    out: Array, lse: Array, expected: dict[str, Expected], shape: Shape = SHAPE
+) -> tuple[Judged, Judged]:
+    """What is found of the output and of the logsumexp."""
+    return judge(out, expected["o"], shape), judge(lse[:, None], expected["lse"], shape)
+
+
+def broken(out: Array, lse: Array, expected: dict[str, Expected], shape: Shape = SHAPE) -> str:
+    """The rule that is broken; empty if all hold."""
+    of_out, of_lse = judge_both(out, lse, expected, shape)
+    return of_out.broken or of_lse.broken
 
 
 def flash(dtype: DtypeName, fault: str = "") -> tuple[Array, Array]:
     """A fused kernel in NumPy, float32 softmax over blocks of 8 keys, with a fault in it."""
-    q, k, v = (x[0].astype(np.float32) for x in INPUTS[dtype])
-    rounding = NUMPY_DTYPE[dtype]
+    q, k, v = (INPUTS[dtype][name][0].astype(np.float32) for name in "qkv")
+    rounding = problem_of(dtype).element.numpy
     scale = np.float32(HEAD_DIM**-0.5)
     seqlen_q, seqlen_k = SHAPE.seqlen_q, SHAPE.seqlen_k
     out = np.zeros((1, seqlen_q, SHAPE.heads_q, HEAD_DIM), np.float32)
@@ -76,12 +98,11 @@ def flash(dtype: DtypeName, fault: str = "") -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_a_right_kernel_is_near_the_unavoidable_error(dtype: DtypeName) -> None:
-    verdict = judge(*flash(dtype), EXPECTED[dtype])
-    assert verdict
-    assert verdict.reason == ""
-    assert 0 < verdict.max_error < 0.8 * verdict.allowed_error
-    assert 0.8 < verdict.rms_ratio < 1.2
-    assert verdict.lse_error < 1e-5
+    out, lse = judge_both(*flash(dtype), EXPECTED[dtype])
+    assert out.broken == lse.broken == ""
+    assert 0 < out.errors.max_error < 0.8 * out.errors.allowed_error
+    assert 0.8 < out.errors.rms_ratio < 1.2
+    assert lse.errors.max_error < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
@@ -96,21 +117,19 @@ def test_a_right_kernel_is_near_the_unavoidable_error(dtype: DtypeName) -> None:
     ],
 )
 def test_wrong_arithmetic_is_refused(dtype: DtypeName, fault: str, reason: str) -> None:
-    verdict = judge(*flash(dtype, fault), EXPECTED[dtype])
-    assert not verdict
-    assert re.search(reason, verdict.reason), verdict.reason
-    assert str(SHAPE) in verdict.reason
+    rule = broken(*flash(dtype, fault), EXPECTED[dtype])
+    assert re.search(reason, rule), rule
 
 
 FIRST_SEEING = SHAPE.seqlen_q - SHAPE.seqlen_k  # head 0
 
 
 def _unwritten(out: Array, lse: Array) -> None:
-    out.view(np.uint16)[-1, 5] = verify.POISON
+    out.view(np.uint16)[-1, 5] = 0xFFFF
 
 
 def _unwritten_lse(out: Array, lse: Array) -> None:
-    lse.view(np.uint32)[3] = verify.POISON_32
+    lse.view(np.uint32)[3] = 0xFFFFFFFF
 
 
 def _nan(out: Array, lse: Array) -> None:
@@ -153,42 +172,70 @@ def _one_element(out: Array, lse: Array) -> None:
 def test_a_spoiled_output_is_refused(spoil: Callable[[Array, Array], None], reason: str) -> None:
     out, lse = flash("fp16")
     spoil(out, lse)
-    verdict = judge(out, lse, EXPECTED["fp16"])
-    assert not verdict
-    assert re.search(reason, verdict.reason), verdict.reason
+    rule = broken(out, lse, EXPECTED["fp16"])
+    assert re.search(reason, rule), rule
 
 
 def test_one_key_may_round_but_not_err() -> None:
     """The baseline is exact there; its rounding is granted all the same."""
     shape = Shape(batch=8, seqlen_q=16, seqlen_k=1, heads_q=1, heads_kv=1)
-    inputs = random_inputs("fp16", 64, shape)
-    expected = expect(reference.references(*inputs), "fp16", shape)
-    lse = expected.lse.astype(np.float32)
-    assert judge((expected.out * (1 + 7e-5)).astype(np.float16), lse, expected)
-    verdict = judge((expected.out * (1 + 7e-4)).astype(np.float16), lse, expected)
-    assert "RMS error" in verdict.reason
+    problem = problem_of("fp16", causal=False)
+    expected = expected_of(problem, random_inputs(problem, shape))
+    exact, lse = expected["o"].reference.exact, expected["lse"].reference.exact[:, 0]
+    lse = lse.astype(np.float32)
+    assert broken((exact * (1 + 7e-5)).astype(np.float16), lse, expected, shape) == ""
+    assert "RMS error" in broken((exact * (1 + 7e-4)).astype(np.float16), lse, expected, shape)
 
 
 def test_no_row_is_right() -> None:
     shape = Shape(batch=2, seqlen_q=0, seqlen_k=5, heads_q=1, heads_kv=1)
-    expected = expect(reference.references(*random_inputs("bf16", 8, shape)), "bf16", shape)
-    assert judge(np.zeros((0, 8), NUMPY_DTYPE["bf16"]), np.zeros(0, np.float32), expected)
+    problem = problem_of("bf16", 8, causal=False)
+    expected = expected_of(problem, random_inputs(problem, shape))
+    nothing = np.zeros((0, 8), problem.element.numpy)
+    assert broken(nothing, np.zeros(0, np.float32), expected, shape) == ""
+
+
+def test_poison_is_all_bits_set() -> None:
+    for dtype in (*(problem_of(name).element.numpy for name in DTYPE_NAMES), np.dtype("f4")):
+        values = np.array([1.0, np.nan, -np.nan, np.inf, 0.0], dtype)
+        assert not judge_inputs.is_poison(values).any()
+        values.view(f"u{dtype.itemsize}")[3] = 2 ** (8 * dtype.itemsize) - 1
+        assert np.isnan(values[3].astype(np.float32))
+        assert judge_inputs.is_poison(values).tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_slab_knows_its_surroundings(narrow: bool) -> None:
-    slab = verify._Slab((2, 3, 2, 8), narrow)
-    flat = np.full(slab.size, verify.POISON)
-    slab.rows_of(flat)[...] = 1
+    slab = Slab((2, 3, 2, 8), np.dtype("u2"), strided=True, narrow=narrow)
+    flat = slab.poison()
+    assert (flat == 0xFFFF).all()
+    slab.inside(flat)[...] = 1
     assert (flat == 1).sum() == 2 * 3 * 2 * 8
     assert slab.is_alone(flat)
     around = np.flatnonzero(flat != 1)
     for place in (0, slab.lead - 1, slab.lead + 16, around[-1]):
         spoiled = flat.copy()
-        assert spoiled[place] == verify.POISON
+        assert spoiled[place] == 0xFFFF
         spoiled[place] = 0
         assert not slab.is_alone(spoiled), place
     assert (slab.lead * 2 % 16 == 0) != narrow
+
+
+def test_a_slab_without_strides_has_no_gap() -> None:
+    shape = Shape(batch=2, seqlen_q=3, seqlen_k=1, heads_q=4, heads_kv=4)
+    slab = slab_of(FORWARD.operand("lse"), problem_of("bf16"), shape)
+    values = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    flat = slab.around(values)
+    assert slab.size == flat.size == 24 + 2 * GUARD
+    np.testing.assert_array_equal(slab.tensor(flat).view(np.float32), values)
+    np.testing.assert_array_equal(flat[GUARD:-GUARD].view(np.float32), values.ravel())
+    assert slab.is_alone(flat)
+    for place in (GUARD - 1, GUARD + 24):
+        spoiled = flat.copy()
+        spoiled[place] = 0
+        assert not slab.is_alone(spoiled), place
+    view = slab.view(SimpleNamespace(data=SimpleNamespace(ptr=4096)))
+    assert view == (4096 + 4 * GUARD, (2, 4, 3), (12, 3))
 
 
 def test_cases_surround_the_blocks() -> None:
@@ -227,41 +274,40 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
     problem = Problem(dtype="bf16", head_dim=8, causal=True)
     config = Sm90Forward(block_m=64, block_n=32, block_k=32, stages=1, ping_pong=False)
 
-    def bench(problem: Problem, case: verify.Case, device_index: int) -> Any:
-        inputs = random_inputs("bf16", 8, case.shape, drift=case.drift)
-        references = reference.references(*inputs, causal=True)
-        slab = verify._Slab(inputs[0].shape, narrow=False)
-        expected = expect(references, "bf16", case.shape)
-        flat = slab.around(inputs[0])
-        return SimpleNamespace(
-            expected=expected,
-            o_slab=slab,
-            soft=references.float32_softmax,
-            inputs=(OnDevice(flat.copy()),),
-            uploaded=(flat,),
-        )
+    soft: dict[Shape, Array] = {}  # the outputs of a fused kernel
+
+    def prepare(bench: Any, problem: Problem, case: verify.Case) -> verify.Prepared:
+        inputs = random_inputs(problem, case.shape, drift=case.drift)
+        expected = expected_of(problem, inputs)
+        unavoidable = expected["o"].reference.unavoidable
+        assert unavoidable is not None
+        soft[case.shape] = unavoidable
+        slabs = {o.name: slab_of(o, problem, case.shape) for o in FORWARD.operands}
+        uploaded = {name: slabs[name].around(values) for name, values in inputs.items()}
+        buffers = {name: OnDevice(flat.copy()) for name, flat in uploaded.items()}
+        return verify.Prepared(case.shape, {}, slabs, buffers, uploaded, expected)
 
     def verdict(spoil: Spoil) -> verify.Verdict:
         launches = itertools.count(1)
 
-        def run(kernel: Any, bench: Any, device_index: int) -> tuple[Array, Array]:
-            batch, seqlen, heads, head_dim = bench.o_slab.dims
-            o = np.full(bench.o_slab.size, verify.POISON)
-            rows = bench.o_slab.rows_of(o)
-            tensor = bench.soft.reshape(batch, heads, seqlen, head_dim).transpose(0, 2, 1, 3)
-            rows[...] = tensor.astype(NUMPY_DTYPE["bf16"]).view(np.uint16).reshape(rows.shape)
-            lse = np.full(batch * heads * seqlen + 2 * verify.GUARD, verify.POISON_32)
-            lse[verify.GUARD : -verify.GUARD] = bench.expected.lse.astype(np.float32).view(
-                np.uint32
-            )
-            spoil(next(launches), o, lse.view(np.float32), bench.inputs[0].get())
-            return o, lse.view(np.float32)
+        def run(kernel: Any, bench: Any, prepared: verify.Prepared) -> dict[str, Array]:
+            batch, seqlen, heads, head_dim = prepared.slabs["o"].dims
+            rows = soft[prepared.shape].reshape(batch, heads, seqlen, head_dim)
+            lse = prepared.expected["lse"].reference.exact.reshape(batch, heads, seqlen)
+            flat = {
+                "o": prepared.slabs["o"].around(
+                    rows.transpose(0, 2, 1, 3).astype(problem.element.numpy)
+                ),
+                "lse": prepared.slabs["lse"].around(lse.astype(np.float32)),
+            }
+            spoil(next(launches), flat["o"], flat["lse"], prepared.buffers["q"].get())
+            return flat
 
-        monkeypatch.setattr(verify, "on_device", lambda index: nullcontext())
-        monkeypatch.setattr(verify, "_cached_bench", bench)
-        monkeypatch.setattr(verify, "_run_poisoned", run)
+        monkeypatch.setattr(verify, "_prepared", prepare)
+        monkeypatch.setattr(verify, "run_poisoned", run)
         kernel: Any = SimpleNamespace(problem=problem, config=config)
-        return verify.verify(kernel)
+        bench: Any = SimpleNamespace(use=nullcontext)
+        return verify.verify(kernel, bench)
 
     return verdict
 
@@ -269,8 +315,10 @@ def verdict_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], verify.Verd
 def test_verify_accepts_a_right_kernel(verdict_on: Callable[[Spoil], verify.Verdict]) -> None:
     verdict = verdict_on(lambda *_: None)
     assert verdict, verdict.reason
-    assert verdict.rms_ratio == pytest.approx(1.0, abs=0.01)
-    assert 0 < verdict.max_error < verdict.allowed_error
+    errors = verdict.outputs["o"]
+    assert errors.rms_ratio == pytest.approx(1.0, abs=0.01)
+    assert 0 < errors.max_error < errors.allowed_error
+    assert verdict.outputs["lse"].max_error < 1e-5
     assert verdict.shape is not None
 
 
@@ -279,16 +327,20 @@ def _guard_of_o(launch: int, o: Array, lse: Array, q: Array) -> None:
 
 
 def _guard_of_lse(launch: int, o: Array, lse: Array, q: Array) -> None:
-    lse[verify.GUARD - 1] = 0
+    lse[GUARD - 1] = 0
 
 
 def _inputs(launch: int, o: Array, lse: Array, q: Array) -> None:
-    q[verify.GUARD] = 1
+    q[GUARD] = 1
+
+
+def _key_of_another(launch: int, o: Array, lse: Array, q: Array) -> None:
+    lse[GUARD : GUARD + 1].view(np.float32)[...] += 3e-3
 
 
 def _unsteady(launch: int, o: Array, lse: Array, q: Array) -> None:
     if launch == 6:  # the second of the third shape
-        o[verify.GUARD] ^= 1
+        o[GUARD] ^= 1
 
 
 @pytest.mark.parametrize(
@@ -298,6 +350,7 @@ def _unsteady(launch: int, o: Array, lse: Array, q: Array) -> None:
         (_guard_of_lse, "wrote outside of the logsumexp"),
         (_inputs, "wrote to its inputs"),
         (_unsteady, "two runs differ"),
+        (_key_of_another, "logsumexp is off by 3"),
     ],
 )
 def test_verify_refuses_what_memory_shows(
@@ -306,6 +359,7 @@ def test_verify_refuses_what_memory_shows(
     verdict = verdict_on(spoil)
     assert not verdict
     assert reason in verdict.reason
+    assert verdict.reason.endswith(f"; {verdict.shape}")
     assert verdict.stray == reason.startswith("wrote")
 
 
@@ -338,11 +392,12 @@ def test_planted_bugs_compile(name: str, template: str, arch: str) -> None:
 @pytest.mark.parametrize("template", ["forward_sm80", "forward_sm90"])
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_refused(name: str, template: str) -> None:
-    from fagen.run.driver import query_device
+    from fagen.judge.bench import bench_of
     from fagen.run.executor import Executor
 
-    device = query_device(0)
-    if template not in device.arch.templates:
+    bench = bench_of(0)
+    device = bench.device
+    if device.arch.name not in TEMPLATES[template].ARCHS:
         pytest.skip(f"{template} does not run on {device}")
     bug = BUGS[name]
     problem = PROBLEMS[bug.causal]
@@ -351,7 +406,7 @@ def test_planted_bugs_are_refused(name: str, template: str) -> None:
     verdicts = []
     for source in (right, bug.plant(template, right)):
         compiled = compile_source(source, device.arch, symbol(problem))
-        verdicts.append(verify.verify(Executor(compiled, problem, config)))
+        verdicts.append(verify.verify(Executor(compiled, problem, config), bench))
     assert verdicts[0], verdicts[0].reason
     assert not verdicts[1]
     assert re.search(bug.reason, verdicts[1].reason), verdicts[1].reason
@@ -360,19 +415,21 @@ def test_planted_bugs_are_refused(name: str, template: str) -> None:
 @pytest.mark.gpu
 def test_sample_of_a_large_shape() -> None:
     from fagen.build.compile import compile_kernel
-    from fagen.run.driver import query_device
+    from fagen.judge.bench import bench_of
     from fagen.run.executor import Executor
 
-    device = query_device(0)
+    bench = bench_of(0)
+    device = bench.device
     problem = PROBLEMS[True]
     config = default_config(problem, device)
     shape = Shape(batch=2, seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_kv=2)
     kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
-    verdict = verify.check_sample(kernel, shape)
+    verdict = verify.check_sample(kernel, shape, bench)
     assert verdict, verdict.reason
-    assert 0.5 < verdict.rms_ratio < 1.3
+    assert 0.5 < verdict.outputs["o"].rms_ratio < 1.3
+    assert verdict.outputs["lse"].max_error < 1e-3
 
     bug = BUGS["causal off by one"]
     source = bug.plant(config.template, kernel.compiled.source)
     wrong = Executor(compile_source(source, device.arch, symbol(problem)), problem, config)
-    assert "output is off" in verify.check_sample(wrong, shape).reason
+    assert "output is off" in verify.check_sample(wrong, shape, bench).reason

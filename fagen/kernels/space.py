@@ -46,7 +46,9 @@ def _applies(c: Config, p: Problem, d: Device) -> str | None:
     template = template_of(c)
     here = templates_for(p.op, d.arch)
     if template in here:
-        return template.why_not(p, d.arch)
+        reason = template.why_not(p, d.arch)
+        others = [t.NAME for t in here if t.why_not(p, d.arch) is None]
+        return f"{reason}: take {' or '.join(others)}" if reason and others else reason
     names = " or ".join(t.NAME for t in here) or "none"
     return f"{template.NAME} does not answer {p.op} on {d.arch.name}: {names} does"
 

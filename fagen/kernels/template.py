@@ -117,7 +117,7 @@ class Rule(NamedTuple):
     @property
     def name(self) -> str:
         """What rejections are counted under."""
-        return self.broken.__name__.strip("_")
+        return self.broken.__name__.strip("_").removesuffix("_rule")
 
 
 class Cost(NamedTuple):
