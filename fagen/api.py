@@ -20,9 +20,8 @@ from fagen.device import Architecture, Device, architecture
 from fagen.errors import ArgumentError
 from fagen.kernels.config import AnyConfig, as_argument_error, parse_config
 from fagen.problem import Bucket, Dtype, Problem, Shape
-from fagen.records import recorder
+from fagen.records import calls, store
 from fagen.records.dispatch import Choice, choose
-from fagen.records.store import on_save
 from fagen.run import arrays, driver
 from fagen.run.arrays import Framework, Geometry, Layout, framework_of
 from fagen.run.launch import PLANS_PER_THREAD, QKVO, Lengths, LoadedKernel, Plan, scale_log2
@@ -353,6 +352,7 @@ def _attend(
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
         fixed,
+        store.generation,
     )
     if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
         raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
@@ -366,8 +366,8 @@ def _attend(
         default_scale if softmax_scale is None else scale_log2(softmax_scale),
         framework.stream(device_index),
     )
-    if recorder.active:
-        recorder.count(question)
+    if calls.active:
+        calls.count(question)
     return (o, lse) if return_lse else o
 
 
@@ -413,16 +413,7 @@ class _Call(NamedTuple):
     default_scale: float
     lse_shape: tuple[int, int, int]
     device_index: int
-    question: recorder.Question
-
-
-def _forget_plans() -> None:
-    """Of all threads, since there are new records to ask."""
-    global _thread  # noqa: PLW0603
-    _thread = threading.local()
-
-
-on_save.append(_forget_plans)
+    question: calls.Question
 
 
 def _plan(
@@ -435,8 +426,12 @@ def _plan(
     layout: Layout,
     pointers_aligned: bool,
     fixed: AnyConfig | LoadedKernel | None,
+    generation: int,
 ) -> _Call:
-    """Checks a geometry, finds its kernel and plans its launch. For this thread only."""
+    """Checks a geometry, finds its kernel and plans its launch. For this thread only.
+
+    `generation` is there for the cache: a plan is made anew when there are new records to ask.
+    """
     operands = [
         arrays.operand(name, framework, 0, geometry, layout)
         for name, geometry in zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)
@@ -461,7 +456,7 @@ def _plan(
         default_scale=scale_log2(head_dim**-0.5),
         lse_shape=(lengths.batch, lengths.heads_q, lengths.seqlen_q),
         device_index=device_index,
-        question=recorder.question(problem, lengths),
+        question=calls.question(problem, lengths),
     )
 
 
