@@ -19,9 +19,8 @@ from fagen.kernels.forward import scale_log2
 from fagen.kernels.template import Config
 from fagen.operation import FORWARD
 from fagen.problem import Problem
-from fagen.records import recorder
+from fagen.records import calls, store
 from fagen.records.dispatch import choose
-from fagen.records.store import on_save
 from fagen.run import arrays, driver
 from fagen.run.arrays import Framework, Geometry, framework_of
 from fagen.run.ask import Layout, Question, ask
@@ -81,6 +80,7 @@ def attend(call: Call) -> Any:
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
         fixed,
+        store.generation,
     )
     if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
         raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
@@ -95,8 +95,8 @@ def attend(call: Call) -> Any:
         framework.stream(device_index),
         workspace,
     )
-    if recorder.active:
-        recorder.count(asked)
+    if calls.active:
+        calls.count(asked)
     return (o, lse) if return_lse else o
 
 
@@ -127,16 +127,7 @@ class _Planned(NamedTuple):
     default_scale: tuple[float]
     lse_shape: tuple[int, ...]
     device_index: int
-    asked: recorder.Asked
-
-
-def _forget_plans() -> None:
-    """Of all threads, since there are new records to ask."""
-    global _thread  # noqa: PLW0603
-    _thread = threading.local()
-
-
-on_save.append(_forget_plans)
+    asked: calls.Asked
 
 
 def _plan(
@@ -146,8 +137,12 @@ def _plan(
     layout: Layout,
     aligned: bool,
     fixed: Config | Executor | None,
+    generation: int,
 ) -> _Planned:
-    """Checks a geometry, finds its kernel and prepares its launch. For this thread only."""
+    """Checks a geometry, finds its kernel and prepares its launch. For this thread only.
+
+    `generation` is there for the cache: a kernel is looked for anew when there are new records.
+    """
     question = ask(
         FORWARD,
         [(framework, geometry) for geometry in geometries],
