@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import fagen
-from fagen import api
+from fagen import call
 
 SETS = 8
 LENGTHS = range(1000, 1050)
@@ -76,7 +76,7 @@ def main() -> None:
     ]
     outputs = [(*tensors, torch.empty_like(tensors[0])) for tensors in inputs]
     transposed = [tuple(tensor.transpose(1, 2) for tensor in tensors) for tensors in inputs]
-    kernels = len(api._kernels)
+    kernels = len(call._kernels)
 
     def attention_into(q: Any, k: Any, v: Any, out: Any) -> None:
         fagen.attention(q, k, v, causal=True, out=out)
@@ -91,7 +91,7 @@ def main() -> None:
             transposed,
         ),
         "empty_like_us": host_us(lambda q, k, v: torch.empty_like(q), inputs),
-        "kernels_compiled": len(api._kernels) - kernels,
+        "kernels_compiled": len(call._kernels) - kernels,
     }
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"

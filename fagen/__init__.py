@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from fagen.kernels import *  # noqa: F403
     from fagen.problem import Problem, Shape
-    from fagen.records.recorder import record
+    from fagen.records.calls import record
     from fagen.tuning.events import (
         Notice,
         PhaseChanged,
@@ -101,7 +101,7 @@ _HOMES = {
         "TrialDone",
     ),
     "problem": ("Problem", "Shape"),
-    "records.recorder": ("record",),
+    "records.calls": ("record",),
     "tuning.tasks": ("Task",),
     "tuning.tuner": ("TuneResult",),
 }

@@ -1,21 +1,14 @@
-"""attention, load, explain and tune: what `import fagen` offers.
-
-A repeated call costs about 10 us of Python and driver arguments, then the driver's launch: each
-thread remembers a `Plan` for each geometry (shapes, strides, dtype, device) that it has met, and
-a new call only brings its pointers. A new geometry of a known bucket makes another plan of the
-same kernel; a new bucket asks `dispatch`, and may compile.
-"""
+"""attention, load, explain and tune: what `import fagen` offers."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fagen.build.compile import compile_kernel
 from fagen.build.compiled import Resources
+from fagen.call import Call, attend, loaded
 from fagen.device import Architecture, Device, architecture
 from fagen.errors import ArgumentError, as_argument_error
 from fagen.kernels.forward import scale_log2
@@ -23,21 +16,14 @@ from fagen.kernels.registry import parse_config, template_of
 from fagen.kernels.template import Config
 from fagen.operation import FORWARD
 from fagen.problem import Bucket, DtypeName, Problem, Shape
-from fagen.records import recorder
 from fagen.records.dispatch import Choice, choose
-from fagen.records.store import on_save
-from fagen.run import arrays, driver
-from fagen.run.arrays import Framework, Geometry, framework_of
-from fagen.run.ask import Layout, Question, ask, read
-from fagen.run.executor import PLANS_PER_THREAD, Executor, Prepared
+from fagen.run import driver
+from fagen.run.ask import Layout, ask, read
+from fagen.run.executor import Executor
 
 if TYPE_CHECKING:
     from fagen.tuning.tasks import Task
     from fagen.tuning.tuner import TuneResult
-
-_thread = threading.local()  # .plans: this thread's cache of _plan
-_kernels: dict[tuple[Problem, Config, str], Executor] = {}
-_kernels_lock = threading.Lock()  # NVRTC compiles one text at a time in any case
 
 
 def attention(
@@ -79,7 +65,7 @@ def attention(
         DeviceError: without a usable GPU, or if the driver refuses.
     """
     fixed = None if config is None else _parsed(config)
-    return _attend(q, k, v, causal, softmax_scale, return_lse, layout, out, fixed)
+    return attend(Call(q, k, v, out, causal, softmax_scale, return_lse, layout, fixed))
 
 
 def tune(
@@ -176,7 +162,7 @@ class Kernel:
             ArgumentError: also for tensors that this kernel is not for.
         """
         causal = self._kernel.problem.causal if causal is None else causal
-        return _attend(q, k, v, causal, softmax_scale, return_lse, layout, out, self._kernel)
+        return attend(Call(q, k, v, out, causal, softmax_scale, return_lse, layout, self._kernel))
 
     def __repr__(self) -> str:
         return f"<fagen.Kernel {self._kernel.problem}: {self.config}>"
@@ -294,7 +280,7 @@ def load(
         )
     card = driver.query_device(driver.current_device() if device is None else device)
     choice = choose(problem, shape, card, config=None if config is None else _parsed(config))
-    kernel = _loaded(problem, choice.config, card.arch)
+    kernel = loaded(problem, choice.config, card.arch)
     return Kernel(kernel, Explanation.of(choice, shape))
 
 
@@ -334,181 +320,3 @@ def explain(
 
 def _parsed(config: Config | Mapping[str, Any]) -> Config:
     return parse_config(dict(config)) if isinstance(config, Mapping) else config
-
-
-def _attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    layout: Layout,
-    out: Any,
-    fixed: Config | Executor | None,
-) -> Any:
-    """`attention`, with the config or the kernel itself fixed by the caller, if any."""
-    framework = framework_of(type(q))
-    if framework is None:
-        return _attend_foreign(q, k, v, causal, softmax_scale, return_lse, layout, out, fixed)
-    for array in (k, v) if out is None else (k, v, out):
-        if framework_of(type(array)) is not framework:
-            raise ArgumentError(
-                f"q is of type {type(q).__name__} and another array is of type "
-                f"{type(array).__name__}: all arrays have to be of one framework"
-            )
-    read = framework.read
-    q_pointer, q_geometry = read(q)
-    k_pointer, k_geometry = read(k)
-    v_pointer, v_geometry = read(v)
-    o = framework.empty_like(q) if out is None else out
-    o_pointer, o_geometry = read(o)
-    try:
-        plans = _thread.plans
-    except AttributeError:
-        plans = _thread.plans = lru_cache(PLANS_PER_THREAD)(_plan)
-    prepared, default_scale, lse_shape, device_index, asked = plans(
-        framework,
-        (q_geometry, k_geometry, v_geometry, o_geometry),
-        causal,
-        layout,
-        (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
-        fixed,
-    )
-    if out is not None and o_pointer and o_pointer in (q_pointer, k_pointer, v_pointer):
-        raise ArgumentError("out is q, k or v itself: it has to be memory of its own")
-    lse = framework.empty(lse_shape, "float32", q) if return_lse else None
-    workspace = 0
-    if prepared.workspace_bytes:
-        memory = framework.empty((prepared.workspace_bytes,), "uint8", q)
-        workspace = read(memory)[0]
-    prepared.launch(
-        (q_pointer, k_pointer, v_pointer, o_pointer, read(lse)[0] if return_lse else 0),
-        default_scale if softmax_scale is None else (scale_log2(softmax_scale),),
-        framework.stream(device_index),
-        workspace,
-    )
-    if recorder.active:
-        recorder.count(asked)
-    return (o, lse) if return_lse else o
-
-
-def _attend_foreign(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    layout: Layout,
-    out: Any,
-    fixed: Config | Executor | None,
-) -> Any:
-    """The same for arrays that are neither torch's nor CuPy's, by way of CuPy."""
-    o, lse = _attend(
-        arrays.to_cupy(q, "q"),
-        arrays.to_cupy(k, "k"),
-        arrays.to_cupy(v, "v"),
-        causal,
-        softmax_scale,
-        True,
-        layout,
-        None if out is None else arrays.to_cupy(out, "out"),
-        fixed,
-    )
-    o = arrays.from_cupy(o, q) if out is None else out
-    return (o, arrays.from_cupy(lse, q)) if return_lse else o
-
-
-class _Call(NamedTuple):
-    """What calls of one geometry share.
-
-    Attributes:
-        prepared: the launches.
-        default_scale: the kernel's scalars where the caller gives no softmax_scale.
-        lse_shape: (batch, heads_q, seqlen_q).
-        device_index: where the tensors are.
-        asked: what `fagen.record` counts them under.
-    """
-
-    prepared: Prepared
-    default_scale: tuple[float]
-    lse_shape: tuple[int, ...]
-    device_index: int
-    asked: recorder.Asked
-
-
-def _forget_plans() -> None:
-    """Of all threads, since there are new records to ask."""
-    global _thread  # noqa: PLW0603
-    _thread = threading.local()
-
-
-on_save.append(_forget_plans)
-
-
-def _plan(
-    framework: Framework,
-    geometries: tuple[Geometry, ...],
-    causal: bool,
-    layout: Layout,
-    aligned: bool,
-    fixed: Config | Executor | None,
-) -> _Call:
-    """Checks a geometry, finds its kernel and prepares its launch. For this thread only."""
-    question = ask(
-        FORWARD,
-        [(framework, geometry) for geometry in geometries],
-        causal=causal,
-        layout=layout,
-        aligned=aligned,
-    )
-    problem, shape, strides, device_index = question
-    kernel = (
-        _fitting(fixed, problem, device_index)
-        if isinstance(fixed, Executor)
-        else _chosen(question, fixed)
-    )
-    return _Call(
-        prepared=kernel.prepare(shape, strides, device_index),
-        default_scale=(scale_log2(problem.head_dim**-0.5),),
-        lse_shape=FORWARD.operand("lse").sizes(problem, shape),
-        device_index=device_index,
-        asked=(problem, shape),
-    )
-
-
-def _chosen(question: Question, config: Config | None) -> Executor:
-    """The kernel of the config that dispatch chooses, or of the caller's own."""
-    device = driver.query_device(question.device_index)
-    choice = choose(question.problem, question.shape, device, config=config)
-    return _loaded(question.problem, choice.config, device.arch)
-
-
-def _fitting(kernel: Executor, problem: Problem, device_index: int) -> Executor:
-    """The caller's kernel, if it can answer the problem on that device."""
-    arch = driver.query_device(device_index).arch
-    if kernel.compiled.arch != arch.name:
-        raise ArgumentError(
-            f"this kernel is for {kernel.compiled.arch} and the tensors are on {arch.name}"
-        )
-    ours = kernel.problem
-    if ours.model_copy(update={"alignment": problem.alignment}) != problem:
-        raise ArgumentError(f"this kernel is for {ours} and the call is {problem}")
-    if ours.alignment > problem.alignment:
-        raise ArgumentError(
-            f"this kernel needs addresses and strides that are multiples of {ours.alignment} "
-            "bytes: fagen.attention takes any"
-        )
-    return kernel
-
-
-def _loaded(problem: Problem, config: Config, arch: Architecture) -> Executor:
-    """A kernel, compiled and loaded once in the life of the process."""
-    key = (problem, config, arch.name)
-    with _kernels_lock:
-        kernel = _kernels.get(key)
-        if kernel is None:
-            kernel = Executor(compile_kernel(problem, config, arch), problem, config)
-            _kernels[key] = kernel
-    return kernel

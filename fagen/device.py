@@ -70,10 +70,15 @@ class Device(BaseModel):
     @property
     def key(self) -> str:
         """What tuned records are filed under: the name and the SM count."""
-        return f"{self.name} ({self.sm_count} SMs)"
+        return device_key(self.name, self.sm_count)
 
     def __str__(self) -> str:
         return f"{self.key}, {self.arch.name}"
+
+
+def device_key(name: str, sm_count: int) -> str:
+    """What tells cards apart, such as "NVIDIA H200 (132 SMs)"."""
+    return f"{name} ({sm_count} SMs)"
 
 
 def _architecture(

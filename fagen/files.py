@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from fagen.errors import ArgumentError, WriteError
+from fagen.errors import ArgumentError, StoreError, WriteError
+
+LOCK_SECONDS = 60.0
 
 
 @cache
@@ -79,6 +82,33 @@ def replace_file(path: Path, content: str | bytes) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[Path]:
+    """The place of a file, under its lock; an OSError becomes a StoreError."""
+    from filelock import FileLock, Timeout
+
+    path = Path(path).expanduser()
+    try:
+        path = link_target(path)
+        if path.exists() and not path.is_file():
+            raise StoreError(f"cannot write {path}: it is not a file; name another one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock")
+        lock.touch()  # the lock would wait for a place that cannot be written
+        with FileLock(lock, timeout=LOCK_SECONDS):
+            yield path
+    except Timeout:
+        raise WriteError(
+            f"cannot write {path}: another process has held it for {LOCK_SECONDS:.0f} s ({lock}). "
+            "The file is as it was; try again when that has ended, or name another one"
+        ) from None
+    except OSError as error:
+        why = (error.strerror or str(error)).rstrip(".")
+        raise WriteError(
+            f"cannot write {path}: {why}. The file is as it was; name one that can be written"
+        ) from None
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -24,7 +24,8 @@ from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import DeviceError, UnsupportedError, WriteError
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
-from fagen.records.store import Calls, Card, Record, save_calls, save_records
+from fagen.records.calls import Calls, save_calls
+from fagen.records.store import Card, Record, save_records
 from fagen.run import driver
 from fagen.show.recheck import Rechecked
 from fagen.tuning.events import (

@@ -1,9 +1,7 @@
-"""tuned_configs/*.yaml and the user's overlay: the only module that reads or writes them.
+"""What was tuned, in tuned_configs/*.yaml and the user's overlay.
 
 A file holds one record per (device, problem, bucket). Its text is canonical: the same records
-give the same bytes, and a retuned record is a diff of a few lines. YAML is read event by event,
-with no object construction, so a tag or an alias is refused before it can mean anything.
-The files of recorded calls, which say what to tune, are kept in the same way.
+give the same bytes, and a retuned record is a diff of a few lines.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ import errno
 import hashlib
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -21,24 +18,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fagen.device import ARCHITECTURES, Device
-from fagen.errors import StoreError, WriteError, one_line
-from fagen.files import link_target, packaged_folder, replace_file
+from fagen.device import ARCHITECTURES, Device, device_key
+from fagen.errors import StoreError, one_line
+from fagen.files import locked, packaged_folder, replace_file
 from fagen.kernels.registry import TEMPLATES, AnyConfig, template_of
 from fagen.problem import Bucket, Problem, Shape
+from fagen.records.yaml_file import SCHEMA, list_text, read_list
 
-SCHEMA = 1  # of the file as a whole; a field that is new in a record does not raise it
 CONFIG_VARIABLE = "FAGEN_CONFIG"
-LOCK_SECONDS = 60.0
-MAX_BYTES = 64 << 20  # of a file: a record takes 800
-MAX_DEPTH = 8  # of nested collections: a record needs 4
-_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+generation = 0  # how often this process has saved records: what was chosen before may be outdated
 _log = logging.getLogger(__name__)
-
-on_save: list[Callable[[], None]] = []  # called when this process saved records
 
 
 # ---- the record ----
@@ -77,7 +68,7 @@ class Card(_Part):
     @property
     def key(self) -> str:
         """The same as `Device.key`."""
-        return f"{self.name} ({self.sm_count} SMs)"
+        return device_key(self.name, self.sm_count)
 
     def __str__(self) -> str:
         return self.key
@@ -215,49 +206,25 @@ def load_records(path: str | Path) -> RecordFile:
             or alias. Nothing that stands in a file is ever run.
     """
     path = Path(path)
-    reader = _read(path, "tuned configs")
-    content = reader.content
-    if not isinstance(content, dict) or not content.keys() <= {"schema", "records"}:
-        raise StoreError(
-            f"{path}: not a file of tuned configs: it has to hold `schema: {SCHEMA}` and a list "
-            "`records:`, and nothing else. `fagen tune --out FILE` writes one"
-        )
-    items = content.get("records")
-    if content.get("schema") != SCHEMA:
-        items = []
-        reason = f"its schema is {content.get('schema')!r}, this fagen reads {SCHEMA}"
-        skipped = [Skipped(1, f"the whole file: {reason}", None)]
-    elif not isinstance(items, list):
-        raise StoreError(f"{path}: `records:` has to be a list")
-    else:
-        skipped = []
+    schema, items = read_list(
+        path, "records", kind="tuned configs", writer="`fagen tune --out FILE`"
+    )
+    skipped = []
+    if schema != SCHEMA:
+        reason = f"its schema is {schema!r}, this fagen reads {SCHEMA}"
+        skipped.append(Skipped(1, f"the whole file: {reason}", None))
     records: dict[Any, Record] = {}
-    for number, item in enumerate(items):
+    for item in items:
         try:
-            record = _parse(item)
+            record = _parse(item.content)
         except (ValidationError, ValueError) as error:
             reason = one_line(error) if isinstance(error, ValidationError) else str(error)
-            skipped.append(Skipped(reader.line_of(items, number), reason, item))
+            skipped.append(Skipped(item.line, reason, item.content))
         else:
             _keep_better(records, record)
     for entry in skipped:
         _log.info("%s, line %d: record skipped: %s", path, entry.line, entry.reason)
     return RecordFile(path, tuple(sorted(records.values(), key=_order)), tuple(skipped))
-
-
-def _read(path: Path, kind: str) -> _Reader:
-    """What stands in a file of a kind, such as "tuned configs"; see `load_records`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise StoreError(f"{path}: no file of {kind}: it is over {MAX_BYTES >> 20} MiB")
-        text = data.decode()
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise StoreError(f"{path}: not a text file: {error}. {_WHAT_TO_DO}") from None
-    return _Reader(text, path)
 
 
 def _parse(item: Any) -> Record:
@@ -291,87 +258,17 @@ def _keep_better(records: dict[Any, Record], record: Record) -> None:
 
 def _order(record: Record) -> tuple[Any, ...]:
     device = (record.device.arch, record.device.key)
-    return (_problem_order(record.problem), device, _bucket_order(record.bucket))
+    return (problem_order(record.problem), device, bucket_order(record.bucket))
 
 
-def _problem_order(p: Problem) -> tuple[Any, ...]:
-    return (p.op, p.dtype, p.head_dim, p.causal, p.alignment)
+def problem_order(problem: Problem) -> tuple[Any, ...]:
+    """What problems are sorted by in a file: their fields, in the order of declaration."""
+    return tuple((value is not None, value) for value in problem.model_dump().values())
 
 
-def _bucket_order(b: Bucket) -> tuple[int, ...]:
+def bucket_order(b: Bucket) -> tuple[int, ...]:
+    """What buckets of one problem are sorted by in a file."""
     return (b.seqlen_q, b.seqlen_k, b.batch_heads, b.group)
-
-
-_WHAT_TO_DO = (
-    "Nothing of it was used or changed: mend the line, restore the file from git, "
-    "or move it away, and the next run writes a new one"
-)
-
-
-class _Reader:
-    """YAML text as plain dicts, lists and scalars, with the line that each item of a list is on.
-
-    Twice as fast as yaml's own C loader (a first call waits for it: 28 ms for 200 records), and
-    refuses tags and aliases altogether.
-    """
-
-    def __init__(self, text: str, path: Path) -> None:
-        self._path = path
-        self._lines: dict[tuple[int, int], int] = {}  # by list and place in it
-        self._scalars: dict[str, Any] = {}  # few are distinct, and typing one is slow
-        try:
-            loader = _LOADER(text)
-            self._next: Callable[[], Any] = loader.get_event
-            self._next()  # start of the stream
-            if type(self._next()) is yaml.StreamEndEvent:
-                self.content: Any = None
-                return
-            self.content = self._node(self._next(), 0)
-            self._next()  # end of the document
-            if type(event := self._next()) is not yaml.StreamEndEvent:
-                raise self._error(event.start_mark, "a second document starts here")
-        except yaml.MarkedYAMLError as error:
-            raise self._error(error.problem_mark, str(error.problem)) from None
-        except (yaml.YAMLError, ValueError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise StoreError(f"{path}: not YAML: {first_line}. {_WHAT_TO_DO}") from None
-
-    def line_of(self, items: list[Any], place: int) -> int:
-        return self._lines[id(items), place]
-
-    def _error(self, mark: Any, problem: str) -> StoreError:
-        line = f", line {mark.line + 1}" if mark else ""
-        return StoreError(f"{self._path}{line}: {problem}. {_WHAT_TO_DO}")
-
-    def _node(self, event: Any, depth: int) -> Any:
-        kind = type(event)
-        if kind is yaml.AliasEvent:
-            raise self._error(event.start_mark, f"the alias *{event.anchor} is not allowed")
-        if event.tag is not None:
-            raise self._error(event.start_mark, f"the tag {event.tag!r} is not allowed")
-        if kind is yaml.ScalarEvent:
-            return self._scalar(event.value) if event.implicit[0] else event.value
-        if depth == MAX_DEPTH:
-            raise self._error(event.start_mark, f"nested more than {MAX_DEPTH} deep")
-        if kind is yaml.SequenceStartEvent:
-            items: list[Any] = []
-            while type(event := self._next()) is not yaml.SequenceEndEvent:
-                self._lines[id(items), len(items)] = event.start_mark.line + 1
-                items.append(self._node(event, depth + 1))
-            return items
-        mapping: dict[str, Any] = {}
-        while type(event := self._next()) is not yaml.MappingEndEvent:
-            name = self._node(event, depth + 1)
-            if not isinstance(name, str) or name in mapping:
-                what = f"{name} is given twice" if isinstance(name, str) else "not a field name"
-                raise self._error(event.start_mark, what)
-            mapping[name] = self._node(self._next(), depth + 1)
-        return mapping
-
-    def _scalar(self, text: str) -> Any:
-        if text not in self._scalars:
-            self._scalars[text] = yaml.safe_load(text)
-        return self._scalars[text]
 
 
 # ---- writing ----
@@ -387,14 +284,14 @@ def save_records(path: str | Path, records: Iterable[Record]) -> None:
     Raises:
         StoreError: the file is damaged, of another schema, or cannot be written; it is as it was.
     """
+    global generation  # noqa: PLW0603
     with _to_change(path) as old:
         merged = {record.key: record for record in old.records}
         for record in records:
             _keep_better(merged, record)
         replace_file(old.path, _text(merged.values(), old.skipped))
     _open.cache_clear()  # this process sees what it saved
-    for forget in on_save:
-        forget()
+    generation += 1
 
 
 def check_can_save(path: str | Path) -> None:
@@ -420,33 +317,6 @@ def _to_change(path: str | Path) -> Iterator[RecordFile]:
         yield old
 
 
-@contextmanager
-def locked(path: str | Path) -> Iterator[Path]:
-    """The place of a file, under its lock; an OSError becomes a StoreError."""
-    from filelock import FileLock, Timeout
-
-    path = Path(path).expanduser()
-    try:
-        path = link_target(path)
-        if path.exists() and not path.is_file():
-            raise StoreError(f"cannot write {path}: it is no file; name another one")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f".{path.name}.lock")
-        lock.touch()  # the lock would wait for a place that cannot be written
-        with FileLock(lock, timeout=LOCK_SECONDS):
-            yield path
-    except Timeout:
-        raise WriteError(
-            f"cannot write {path}: another process has held it for {LOCK_SECONDS:.0f} s ({lock}). "
-            "The file is as it was; try again when that has ended, or name another one"
-        ) from None
-    except OSError as error:
-        why = (error.strerror or str(error)).rstrip(".")
-        raise WriteError(
-            f"cannot write {path}: {why}. The file is as it was; name one that can be written"
-        ) from None
-
-
 _HEADER = """\
 # Tuned configs of fagen, written by `fagen tune`; see README.md in tuned_configs of its source.
 # To try another config, copy this file, edit the copy, and name it in --config or FAGEN_CONFIG.
@@ -457,35 +327,17 @@ _PREDICTED = "# Predicted by the static model, every one: no such card was there
 def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
     """The canonical text of a file: one line or two for each part of a record."""
     ordered = sorted(records, key=_order)
-    items = [_fields(record) for record in ordered] + [entry.fields for entry in skipped]
+    items = [*map(_fields, ordered), *(entry.fields for entry in skipped)]
     header = _HEADER
     if ordered and not any(record.measured for record in ordered):
         header += _PREDICTED
-    return header + _yaml({"schema": SCHEMA, "records": items})
-
-
-def _yaml(content: dict[str, Any]) -> str:
-    # The Python dumper, never the C one: both wrap long lines, but not in the same places.
-    text: str = yaml.dump(
-        content,
-        Dumper=_Dumper,
-        default_flow_style=None,
-        sort_keys=False,
-        allow_unicode=True,
-        width=90,  # a line ends after the word that passes it
-    )
-    return text
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    return header + list_text("records", items)
 
 
 def _fields(record: Record) -> dict[str, Any]:
     """A record as it stands in a file. Every axis is written, to be edited."""
     return {
-        "problem": _problem_fields(record.problem),
+        "problem": problem_fields(record.problem),
         "shape": record.shape.model_dump(),
         "device": record.device.model_dump(),
         "config": record.config.model_dump(),
@@ -495,109 +347,10 @@ def _fields(record: Record) -> dict[str, Any]:
     }
 
 
-def _problem_fields(problem: Problem) -> dict[str, Any]:
+def problem_fields(problem: Problem) -> dict[str, Any]:
     """Only what is not the default, so that a problem may grow fields; and what all have."""
     common = problem.model_dump(include={"dtype", "head_dim", "causal"})
     return common | problem.model_dump(exclude_defaults=True)
-
-
-# ---- recorded calls ----
-
-
-class Calls(_Part):
-    """How often a program called one problem with shapes of one bucket.
-
-    Attributes:
-        problem: the static question.
-        shape: the lengths that were seen most often.
-        calls: how many calls were of the bucket of `shape`.
-        shape_calls: how many of them had exactly these lengths.
-    """
-
-    problem: Problem
-    shape: Shape
-    calls: int = Field(ge=1)
-    shape_calls: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _can_be_tuned(self) -> Self:
-        if self.shape.flops(self.problem) == 0:
-            raise ValueError(f"{self.shape} has nothing to compute: lengths have to be above 0")
-        if self.shape_calls > self.calls:
-            raise ValueError(f"shape_calls is {self.shape_calls}, more than calls, {self.calls}")
-        return self
-
-
-def load_calls(path: str | Path) -> tuple[Calls, ...]:
-    """What `save_calls` wrote, one entry per problem and bucket, in canonical order.
-
-    Raises:
-        StoreError: the file is missing, damaged, or no file of recorded calls; as `load_records`,
-            but an entry that this version cannot use is an error.
-    """
-    path = Path(path).expanduser()
-    reader = _read(path, "recorded calls")
-    content = reader.content
-    if (
-        not isinstance(content, dict)
-        or content.keys() != {"schema", "calls"}
-        or content["schema"] != SCHEMA
-        or not isinstance(content["calls"], list)
-    ):
-        raise StoreError(
-            f"{path}: not a file of recorded calls: it has to hold `schema: {SCHEMA}` and a list "
-            "`calls:`, and nothing else. `with fagen.record(FILE):` writes one"
-        )
-    entries = []
-    for number, item in enumerate(content["calls"]):
-        try:
-            entries.append(Calls.model_validate(item))
-        except ValidationError as error:
-            line = reader.line_of(content["calls"], number)
-            raise StoreError(f"{path}, line {line}: {one_line(error)}. {_WHAT_TO_DO}") from None
-    return _merged(entries)
-
-
-def save_calls(path: str | Path, calls: Iterable[Calls]) -> None:
-    """Add calls to those of a file, which is created if there is none; as safe as `save_records`.
-
-    Raises:
-        StoreError: the file is damaged or cannot be written; it is as it was.
-    """
-    with locked(path) as place:
-        old = load_calls(place) if place.exists() else ()
-        items = [
-            {"problem": _problem_fields(entry.problem)} | entry.model_dump(exclude={"problem"})
-            for entry in _merged([*old, *calls])
-        ]
-        replace_file(place, _CALLS_HEADER + _yaml({"schema": SCHEMA, "calls": items}))
-
-
-_CALLS_HEADER = """\
-# What a program called, written by `fagen.record`; `fagen tune --from FILE` tunes it.
-# calls: of this problem with lengths like these; shape_calls: with exactly these.
-"""
-
-
-def _merged(entries: Iterable[Calls]) -> tuple[Calls, ...]:
-    """One entry per problem and bucket, with the shape that was seen most often."""
-    of_bucket: Counter[tuple[Problem, Bucket]] = Counter()
-    of_shape: Counter[tuple[Problem, Shape]] = Counter()
-    for entry in entries:
-        of_bucket[entry.problem, entry.shape.bucket()] += entry.calls
-        of_shape[entry.problem, entry.shape] += entry.shape_calls
-    merged: dict[tuple[Problem, Bucket], Calls] = {}
-    # By falling count, then by lengths, so that a tie does not depend on the order of entries.
-    for (problem, shape), count in sorted(
-        of_shape.items(), key=lambda item: (-item[1], str(item[0][1]))
-    ):
-        key = (problem, shape.bucket())
-        if key not in merged:
-            merged[key] = Calls(
-                problem=problem, shape=shape, calls=of_bucket[key], shape_calls=count
-            )
-    ordered = sorted(merged, key=lambda key: (_problem_order(key[0]), _bucket_order(key[1])))
-    return tuple(merged[key] for key in ordered)
 
 
 # ---- the files that a call looks into ----

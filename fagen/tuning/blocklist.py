@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from fagen.build.compiled import Compiled
 from fagen.device import Device
 from fagen.errors import StoreError
-from fagen.files import replace_file
+from fagen.files import locked, replace_file
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.records.store import digest, locked
+from fagen.records.store import digest
 from fagen.tuning.events import Notice
 from fagen.tuning.outcome import Outcome, Rejected
 from fagen.tuning.worker import Worker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fagen.errors import ArgumentError
 from fagen.problem import DtypeName, Problem, Shape, standard_shape
-from fagen.records.store import Calls, load_calls
+from fagen.records.calls import Calls, load_calls
 
 # The standard list, common ones first.
 STANDARD_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp16")

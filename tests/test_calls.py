@@ -18,8 +18,9 @@ from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
 from fagen.kernels.registry import default_config
 from fagen.problem import Problem, Shape
-from fagen.records import recorder, store
-from fagen.records.store import Calls, load_calls, save_calls
+from fagen.records import calls as recording
+from fagen.records import yaml_file
+from fagen.records.calls import Calls, load_calls, save_calls
 from fagen.run import arrays
 from fagen.tuning.tasks import Task, tasks_from
 
@@ -80,7 +81,7 @@ def test_each_problem_and_bucket_is_counted_with_its_commonest_shape(path: Path)
         calls(BF16, shape(4000), 1),
         calls(causal, shape(1000), 1),
     )
-    assert not recorder.active
+    assert not recording.active
 
 
 def test_lengths_group_and_dtype_are_those_of_the_call(path: Path) -> None:
@@ -142,7 +143,7 @@ def test_blocks_may_be_nested(path: Path) -> None:
         call()
         with fagen.record(inner):
             call()
-            assert len(recorder.active) == 2
+            assert len(recording.active) == 2
         call()
     assert load_calls(inner) == (calls(BF16, shape(), 1),)
     assert load_calls(path) == (calls(BF16, shape(), 3),)
@@ -160,7 +161,7 @@ def test_an_exception_in_the_block_loses_nothing(path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         program()
     assert load_calls(path) == (calls(BF16, shape(), 1),)
-    assert not recorder.active
+    assert not recording.active
 
 
 def test_an_exception_of_the_block_comes_before_that_of_the_file(path: Path) -> None:
@@ -176,7 +177,7 @@ def test_an_exception_of_the_block_comes_before_that_of_the_file(path: Path) -> 
     path.unlink()
     with pytest.raises(StoreError, match=r"shapes\.yaml, line \d"):
         program(None)
-    assert not recorder.active
+    assert not recording.active
     assert path.read_text() == "torn: ["
 
 
@@ -186,7 +187,7 @@ def test_what_cannot_be_written_is_known_before_the_block(tmp_path: Path) -> Non
     for where in (records, tmp_path, records / "below.yaml"):
         with pytest.raises(StoreError), fagen.record(where):
             pytest.fail("the block has started")
-    assert not recorder.active
+    assert not recording.active
     assert records.read_text() == "schema: 1\nrecords: []\n"
 
 
@@ -261,8 +262,8 @@ def test_what_is_no_file_of_calls_is_refused_in_one_line(
 
 
 def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MAX_BYTES", 1000)
-    with pytest.raises(StoreError, match="no file of recorded calls"):
+    monkeypatch.setattr(yaml_file, "MAX_BYTES", 1000)
+    with pytest.raises(StoreError, match="not a file of recorded calls"):
         load_calls("/dev/zero")
 
 
