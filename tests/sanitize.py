@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 
 from fagen.build.compile import compile_kernel
+from fagen.judge.bench import bench_of
 from fagen.judge.verify import verify
 from fagen.kernels import Sm80Forward, Sm90Forward
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem
-from fagen.run.driver import query_device
 from fagen.run.executor import Executor
 
 CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
@@ -48,14 +48,15 @@ CONFIGS: dict[str, list[tuple[int, AnyConfig]]] = {
 
 def main(template: str) -> int:
     """Verifies the template's default and the configs above, causal; 1 if one is wrong."""
-    device = query_device(0)
+    bench = bench_of(0)
+    device = bench.device
     wrong = 0
     for head_dim, config in [*CONFIGS[template], (128, None)]:
         for alignment in (16, 2) if template == "forward_sm80" else (16,):
             problem = Problem(dtype="bf16", head_dim=head_dim, causal=True, alignment=alignment)
             chosen = config or default_config(problem, device, template)
             compiled = compile_kernel(problem, chosen, device.arch)
-            verdict = verify(Executor(compiled, problem, chosen))
+            verdict = verify(Executor(compiled, problem, chosen), bench)
             print(f"{'right' if verdict.ok else verdict.reason}: {problem} {chosen}")
             wrong += not verdict.ok
     return int(wrong > 0)

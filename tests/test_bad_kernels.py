@@ -15,7 +15,7 @@ from wrong.bugs import BUGS
 from fagen.build.compile import compile_kernel
 from fagen.device import KNOWN_DEVICES, architecture
 from fagen.kernels import Sm90Forward
-from fagen.kernels.registry import default_config
+from fagen.kernels.registry import default_config, native_template
 from fagen.kernels.space import legal_configs
 from fagen.problem import Problem, Shape
 from fagen.records.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
@@ -32,7 +32,7 @@ SHAPE = Shape(batch=4, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 DEFAULT = default_config(PROBLEM, H200)
 FIXED = {axis: value for axis, value in DEFAULT.axes().items() if axis != "block_n"}
-LEGAL = {c.block_n for c in legal_configs(TEMPLATE, PROBLEM, H200, fixed=FIXED)}
+LEGAL = {c.axes()["block_n"] for c in legal_configs(TEMPLATE, PROBLEM, H200, fixed=FIXED)}
 SECONDS = 120  # for the study on a GPU; about 56 when nothing else runs there
 
 
@@ -43,7 +43,7 @@ def config(block_n: int) -> Sm90Forward:
 def test_each_attack_is_planned_once_and_spares_the_default() -> None:
     assert sorted(PLAN.values()) == sorted(ATTACKS)
     assert PLAN.keys() < LEGAL
-    assert DEFAULT.block_n in LEGAL - PLAN.keys()
+    assert DEFAULT.axes()["block_n"] in LEGAL - PLAN.keys()
 
 
 @pytest.mark.parametrize(("block_n", "attack"), PLAN.items())
@@ -85,10 +85,10 @@ def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     assert not result.interrupted
     (record,) = result.records
     assert load_records(result.path).records == result.records
-    assert record.config.block_n not in PLAN
+    assert record.config.axes()["block_n"] not in PLAN
 
     (study,) = read_studies(result.storage, result.studies)
-    outcomes = {tried.config.block_n: tried.outcome for tried in study.tried}
+    outcomes = {tried.config.axes()["block_n"]: tried.outcome for tried in study.tried}
     assert outcomes.keys() == LEGAL, "each was tried"
     for block_n, attack in PLAN.items():
         outcome = outcomes[block_n]
@@ -137,7 +137,7 @@ def test_a_study_survives_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from fagen.run.driver import query_device
 
     device = query_device(0)
-    if device.arch.templates[0] != TEMPLATE:
+    if native_template(PROBLEM, device.arch).NAME != TEMPLATE:
         pytest.skip(f"{TEMPLATE} is not native to {device}")
     for block_n, attack in PLAN.items():  # into the cache, so that no deadline counts it
         tampered(compile_kernel(PROBLEM, config(block_n), device.arch), attack)

@@ -56,7 +56,7 @@ class Bench:
 def kernel(what: str) -> Compiled:
     """A kernel that does what `bad_evaluators.act` does on these words."""
     resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
-    return Compiled("kernel", "sm90", what, what.encode(), resources, "13.0", digest(what))
+    return Compiled("sm90", what, what.encode(), {"kernel": resources}, "13.0", digest(what))
 
 
 def config(what: str) -> AnyConfig:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import FLOAT16, FakeDriver, FakeTensor, compiled, fake_torch
+from fake_driver import FLOAT16, FakeDriver, FakeTensor, compiled, fake_torch, forget_frameworks
 
 import fagen
-from fagen import api
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
 from fagen.kernels.registry import default_config
@@ -21,7 +20,6 @@ from fagen.problem import Problem, Shape
 from fagen.records import calls as recording
 from fagen.records import yaml_file
 from fagen.records.calls import Calls, load_calls, save_calls
-from fagen.run import arrays
 from fagen.tuning.tasks import Task, tasks_from
 
 BF16 = Problem(dtype="bf16", head_dim=128)
@@ -33,18 +31,15 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def compile_kernel(problem: Any, config: Any, arch: Any) -> Any:
         return compiled(problem, arch.name)
 
-    def forget() -> None:
-        arrays._torch.cache_clear()
-        arrays.framework_of.cache_clear()  # type: ignore[attr-defined]
-
     monkeypatch.setitem(sys.modules, "torch", fake_torch())
-    monkeypatch.setattr(api, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(api, "_kernels", {})
-    monkeypatch.setattr(api, "_thread", threading.local())
-    forget()
+    for module in ("api", "call"):
+        monkeypatch.setattr(f"fagen.{module}.compile_kernel", compile_kernel)
+    monkeypatch.setattr("fagen.call._kernels", {})
+    monkeypatch.setattr("fagen.call._thread", threading.local())
+    forget_frameworks()
     FakeDriver.install(monkeypatch)
     yield
-    forget()
+    forget_frameworks()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from records import H200, some_record
 from fagen.build.compiled import Compiled, Resources
 from fagen.device import architecture, typical_device
 from fagen.errors import CompileError
-from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.registry import AnyConfig, default_config, templates_for
 from fagen.kernels.space import axes, free_axes, legal_configs, why_illegal
 from fagen.problem import Problem
 from fagen.records.store import Card, Record, RecordFile, Skipped
@@ -39,7 +39,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[AnyConfig, Resources | Comp
         for problem, config in jobs:
             answer = said.get(config, CLEAN)
             if isinstance(answer, Resources):
-                yield problem, config, Compiled("k", arch.name, "", b"", answer, "13.0", "")
+                yield problem, config, Compiled(arch.name, "", b"", {"k": answer}, "13.0", "")
             else:
                 yield problem, config, answer
 
@@ -61,7 +61,9 @@ def test_a_sample_is_legal_distinct_and_the_same_each_time() -> None:
     assert sample == sample_space(H200, 40)
     assert sample != sample_space(H200, 40, seed=1)
     assert all(why_illegal(config, problem, H200) is None for problem, config in sample)
-    assert {config.template for _, config in sample} == set(SM90.templates)
+    assert {config.template for _, config in sample} == {
+        t.NAME for t in templates_for("forward", SM90)
+    }
     assert {problem.head_dim for problem, _ in sample} == set(room.HEAD_DIMS)
 
 
@@ -127,14 +129,19 @@ def test_with_a_device_the_verdict_counts(
         def __init__(self) -> None:
             self.ok, self.reason = ok, "off by one"
 
-    monkeypatch.setattr("fagen.run.launch.Executor", lambda *_: None)
-    monkeypatch.setattr("fagen.judge.verify.verify", lambda kernel, *, device_index: Verdict())
+    def verify(kernel: str, bench: str) -> Verdict:
+        assert (kernel, bench) == ("kernel", "bench 0")
+        return Verdict()
+
+    monkeypatch.setattr("fagen.run.executor.Executor", lambda *_: "kernel")
+    monkeypatch.setattr("fagen.judge.bench.bench_of", lambda index: f"bench {index}")
+    monkeypatch.setattr("fagen.judge.verify.verify", verify)
     (judged,) = check(SM90, [RecordFile(HERE, (record(),))], sample=0, device_index=0).records
     assert (judged.verified, judged.fault) == (ok, fault)
 
 
 def test_free_axes_are_those_that_no_rule_reads() -> None:
-    for template in SM90.templates:
+    for template in (t.NAME for t in templates_for("forward", SM90)):
         free = free_axes(template)
         assert set(free) < set(axes(template, PROBLEM))
         assert "head_grouping" in free

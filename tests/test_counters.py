@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fagen.kernels import Sm90Forward
-from fagen.problem import Problem
+from fagen.kernels import Sm90Forward, forward_sm90
+from fagen.problem import Problem, Shape
 
 PROBLEM = Problem(dtype="fp16", head_dim=64, causal=True)
 STATIC = Sm90Forward(block_m=128, block_n=64, block_k=64, stages=2)
 DRAWN = STATIC.model_copy(update={"persistent": True, "dynamic_tiles": True, "q_stages": 2})
-SHAPE = (4, 700, 32, 64)
+SHAPE = Shape(batch=4, seqlen_q=700, seqlen_k=700, heads_q=32, heads_kv=32)
+DIMS = (4, 700, 32, 64)
 LAUNCHES = 30
 
 
@@ -24,21 +25,23 @@ def test_launches_that_overlap_do_not_share_a_counter(captured: bool) -> None:
     from fagen.run.executor import Executor, TensorView
 
     arch = query_device(0).arch
-    if "forward_sm90" not in arch.templates:
+    if arch.name not in forward_sm90.ARCHS:
         pytest.skip(f"forward_sm90 does not run on {arch.name}")
     static, drawn = (
         Executor(compile_kernel(PROBLEM, config, arch), PROBLEM, config)
         for config in (STATIC, DRAWN)
     )
-    q, k, v = (cupy.random.standard_normal(SHAPE).astype(cupy.float16) for _ in range(3))
+    q, k, v = (cupy.random.standard_normal(DIMS).astype(cupy.float16) for _ in range(3))
 
     def run(kernel: Executor, out: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
-        a, b, c, d = (TensorView.contiguous(array.data.ptr, SHAPE) for array in (q, k, v, out))
-        kernel.launch(a, b, c, d, 0, 0.125, device_index=0, stream=stream.ptr)
+        arrays = {"q": q, "k": k, "v": v, "o": out}
+        views = {n: TensorView.contiguous(array.data.ptr, DIMS) for n, array in arrays.items()}
+        scalars = forward_sm90.default_scalars(PROBLEM)
+        kernel.launch(SHAPE, views, scalars, device_index=0, stream=stream.ptr)
 
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
-    wanted = cupy.full(SHAPE, cupy.nan, cupy.float16)
-    outputs = [cupy.full(SHAPE, cupy.nan, cupy.float16) for _ in streams]
+    wanted = cupy.full(DIMS, cupy.nan, cupy.float16)
+    outputs = [cupy.full(DIMS, cupy.nan, cupy.float16) for _ in streams]
     cupy.cuda.Device(0).synchronize()
     run(static, wanted, streams[0])
     run(drawn, outputs[0], streams[0])  # loads the code

@@ -14,7 +14,7 @@ from fagen.device import (
     typical_device,
 )
 from fagen.errors import ArgumentError, UnsupportedError
-from fagen.kernels.registry import TEMPLATES
+from fagen.kernels.registry import TEMPLATES, templates_for
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm_90", "sm_90a", "SM90a", " 9.0 ", "90"])
@@ -25,9 +25,10 @@ def test_an_architecture_has_many_spellings(name: str) -> None:
 def test_every_architecture_is_found_by_its_own_names() -> None:
     for arch in ARCHITECTURES.values():
         assert architecture(arch.name) is architecture(arch.target) is arch
-        assert set(arch.templates) <= set(TEMPLATES)
+        assert templates_for("forward", arch)
         assert typical_device(arch).arch is arch
     assert architecture("12.0").name == "sm120"
+    assert all(set(template.ARCHS) <= set(ARCHITECTURES) for template in TEMPLATES.values())
 
 
 @pytest.mark.parametrize("name", ["", "sm75", "hopper", "sm9", "9", "sm90x"])

@@ -107,7 +107,7 @@ def test_tiers(
         assert choice.config == default_config(PROBLEM, H200)
         assert (choice.record, choice.path) == (None, None)
     else:
-        assert choice.config.block_n == block_n
+        assert choice.config.axes()["block_n"] == block_n
         assert choice.record is not None
         assert choice.record.config == choice.config
 
@@ -139,9 +139,9 @@ def test_of_other_devices_the_most_similar_counts(choose_from: ChooseFrom) -> No
     choice = choose_from(
         make_record(sm90(80), device=H100), make_record(sm90(64), 512, device=pcie), device=H20
     )
-    assert choice.config.block_n == 80  # the right bucket is worth more
+    assert choice.config.axes()["block_n"] == 80  # the right bucket is worth more
     choice = choose_from(make_record(sm90(96), device=pcie), device=H20)  # added to the same file
-    assert choice.config.block_n == 96
+    assert choice.config.axes()["block_n"] == 96
 
 
 def test_every_length_of_a_bucket_gets_the_same_object(choose_from: ChooseFrom) -> None:
@@ -207,12 +207,12 @@ def test_the_users_record_goes_first_unless_only_it_is_stale(
 ) -> None:
     own = make_record(sm90(96), fresh=own_fresh)
     shipped = make_record(sm90(112), fresh=shipped_fresh)
-    assert choose_between(own, shipped, tmp_path, monkeypatch).config.block_n == block_n
+    assert choose_between(own, shipped, tmp_path, monkeypatch).config.axes()["block_n"] == block_n
 
 
 def test_a_stale_record_is_still_better_than_a_lower_tier(choose_from: ChooseFrom) -> None:
     choice = choose_from(make_record(sm90(96), fresh=False), NEAR)
-    assert choice.config.block_n == 96
+    assert choice.config.axes()["block_n"] == 96
     assert choice.stale
     assert "not the text that was tuned" in choice.describe()
 
@@ -240,7 +240,7 @@ def test_editing_block_n_in_a_copied_file_changes_the_choice(
     copy = tmp_path / "copy.yaml"
     copy.write_text(original.read_text().replace("block_n: 128", "block_n: 96"))
     monkeypatch.setenv(store.CONFIG_VARIABLE, str(original))
-    assert choose(PROBLEM, SHAPE, H200).config.block_n == 128
+    assert choose(PROBLEM, SHAPE, H200).config.axes()["block_n"] == 128
     monkeypatch.setenv(store.CONFIG_VARIABLE, str(copy))
     choice = choose(PROBLEM, SHAPE, H200)
     assert choice.config == EXACT.config.model_copy(update={"block_n": 96})
@@ -261,12 +261,12 @@ def test_the_tier_table_shows_every_offer(tmp_path: Path) -> None:
     path = tmp_path / "records.yaml"
     save_records(path, [EXACT, FAR, NEAR, ELSEWHERE, PREDICTED, make_record(sm90(256), 8192)])
     table = tier_table(PROBLEM, SHAPE, H200, store=Store(path))
-    assert {tier: [offer.config.block_n for offer in table[tier]] for tier in table} == {
+    assert {tier: [offer.config.axes()["block_n"] for offer in table[tier]] for tier in table} == {
         Tier.MEASURED_HERE: [128],
         Tier.MEASURED_NEAR: [112, 256, 96],  # 2048 and 8192 are as near; the file's order counts
         Tier.MEASURED_ELSEWHERE: [80],
         Tier.PREDICTED: [],  # a measured record has its key
-        Tier.DEFAULT: [default_config(PROBLEM, H200).block_n],
+        Tier.DEFAULT: [default_config(PROBLEM, H200).axes()["block_n"]],
     }
     assert [offer.illegal is None for offer in table[Tier.MEASURED_NEAR]] == [True, False, True]
 

@@ -17,6 +17,7 @@ from fagen.device import architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
 from fagen.files import write_files
 from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.template import symbol
 from fagen.problem import Problem
 from fagen.records.store import Card, Record
 

@@ -32,7 +32,7 @@ def kernels(*configs: AnyConfig, code: Sequence[int] = ()) -> dict[AnyConfig, Co
     resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
     sizes = code or [100] * len(configs)
     return {
-        c: Compiled("kernel", "sm90", str(c), bytes(size), resources, "13.0", str(c))
+        c: Compiled("sm90", str(c), bytes(size), {"kernel": resources}, "13.0", str(c))
         for c, size in zip(configs, sizes, strict=True)
     }
 
@@ -135,7 +135,7 @@ class Together(Worker):
 def test_a_finalist_whose_fault_shows_late_falls_out_and_not_the_next_one(tmp_path: Path) -> None:
     resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
     mix = {
-        c: Compiled("kernel", "sm90", what, what.encode(), resources, "13.0", what)
+        c: Compiled("sm90", what, what.encode(), {"kernel": resources}, "13.0", what)
         for c, what in ((A, f"abort-later {tmp_path / 'mark'}"), (B, "nap"), (C, "well"))
     }
     shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)

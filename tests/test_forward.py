@@ -8,11 +8,11 @@ import random
 import pytest
 
 from fagen.build.compile import compile_kernel
+from fagen.judge.bench import bench_of
 from fagen.judge.verify import verify
 from fagen.kernels.registry import TEMPLATES, default_config
 from fagen.kernels.space import axes, why_illegal
 from fagen.problem import DtypeName, Problem, Shape
-from fagen.run.driver import query_device
 from fagen.run.executor import Executor
 
 pytestmark = pytest.mark.gpu
@@ -39,21 +39,23 @@ def shapes(group: int) -> list[Shape]:
 def test_default_config_on_the_grid(
     template: str, dtype: DtypeName, head_dim: int, causal: bool, group: int
 ) -> None:
-    device = query_device(0)
-    if template not in device.arch.templates:
+    bench = bench_of(0)
+    device = bench.device
+    if device.arch.name not in TEMPLATES[template].ARCHS:
         pytest.skip(f"{template} does not run on {device}")
     problem = Problem(dtype=dtype, head_dim=head_dim, causal=causal)
     config = default_config(problem, device, template)
     kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
-    verdict = verify(kernel, shapes=shapes(group))
+    verdict = verify(kernel, bench, shapes=shapes(group))
     assert verdict.ok, verdict
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("seed", range(24))
 def test_configs_drawn_from_the_space(template: str, seed: int) -> None:
-    device = query_device(0)
-    if template not in device.arch.templates:
+    bench = bench_of(0)
+    device = bench.device
+    if device.arch.name not in TEMPLATES[template].ARCHS:
         pytest.skip(f"{template} does not run on {device}")
     draw = random.Random(seed)
     problem = Problem(
@@ -64,11 +66,11 @@ def test_configs_drawn_from_the_space(template: str, seed: int) -> None:
     )
     values = axes(template, problem)
     while True:
-        config = TEMPLATES[template](**{axis: draw.choice(v) for axis, v in values.items()})
+        config = TEMPLATES[template].Config(**{axis: draw.choice(v) for axis, v in values.items()})
         if why_illegal(config, problem, device) is not None:
             continue
         compiled = compile_kernel(problem, config, device.arch)
         if compiled.resources.why_bad() is None:
             break
-    verdict = verify(Executor(compiled, problem, config))
+    verdict = verify(Executor(compiled, problem, config), bench)
     assert verdict.ok, f"{problem} {config}: {verdict}"

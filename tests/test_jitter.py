@@ -15,8 +15,9 @@ import pytest
 from fagen.build.processes import in_processes
 from fagen.build.render import render
 from fagen.errors import FagenError
-from fagen.kernels import Sm90Forward
-from fagen.problem import Problem
+from fagen.kernels import Sm90Forward, forward_sm90
+from fagen.kernels.template import symbol
+from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
     from fagen.run.executor import Executor
@@ -133,7 +134,7 @@ def load(source: str, config: Sm90Forward) -> Executor:
     from fagen.run.executor import Executor
 
     arch = query_device(0).arch
-    if "forward_sm90" not in arch.templates:
+    if arch.name not in forward_sm90.ARCHS:
         pytest.skip(f"forward_sm90 does not run on {arch.name}")
     return Executor(compile_source(source, arch, symbol(PROBLEM)), PROBLEM, config)
 
@@ -146,23 +147,25 @@ def differing_runs(source: str, config: Sm90Forward, runs: int) -> int:
     from fagen.run.executor import TensorView
 
     kernel = load(source, config)
-    shape = (4, 700, 32, PROBLEM.head_dim)  # several tiles for each block of a persistent grid
+    # Several tiles for each block of a persistent grid.
+    shape = Shape(batch=4, seqlen_q=700, seqlen_k=700, heads_q=32, heads_kv=32)
+    dims = PROBLEM.operation.operand("q").sizes(PROBLEM, shape)  # of all four tensors
     rng = np.random.default_rng(0)
 
     def view(array: cupy.ndarray) -> TensorView:
-        return TensorView.contiguous(array.data.ptr, shape)
+        return TensorView.contiguous(array.data.ptr, dims)
 
     def bf16(values: np.ndarray) -> cupy.ndarray:
         return cupy.asarray((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
 
-    q, k, v = (bf16(rng.standard_normal(shape)) for _ in range(3))
+    inputs = {name: bf16(rng.standard_normal(dims)) for name in "qkv"}
 
     def run(candidate: Executor) -> cupy.ndarray:
-        out = cupy.full(shape, 0xFFFF, dtype=cupy.uint16)
+        out = cupy.full(dims, 0xFFFF, dtype=cupy.uint16)
         stream = cupy.cuda.get_current_stream().ptr
-        candidate.launch(
-            view(q), view(k), view(v), view(out), 0, 0.125, device_index=0, stream=stream
-        )
+        views = {name: view(array) for name, array in (*inputs.items(), ("o", out))}
+        scalars = forward_sm90.default_scalars(PROBLEM)
+        candidate.launch(shape, views, scalars, device_index=0, stream=stream)
         return out
 
     expected = run(load(render(PROBLEM, config), config))

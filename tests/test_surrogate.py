@@ -97,7 +97,7 @@ def test_rejections_push_away(legal: LegalSet) -> None:
         for _ in range(60):
             row = model.ask(taken)
             taken[row] = True
-            wide = legal.config(row).block_n > 112
+            wide = legal.config(row).axes()["block_n"] > 112
             count += wide
             works = wide_ones_work or not wide
             time_us = static(legal.config(row)) * noise[row]

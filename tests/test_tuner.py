@@ -92,7 +92,7 @@ def fake_kernel(problem: Problem, config: AnyConfig, *_: Any, spill_bytes: int =
     text = f"{problem} {config}"
     resources = Resources(registers=168, spill_bytes=spill_bytes, stack_bytes=0, smem_bytes=0)
     key = hashlib.sha256(text.encode()).hexdigest()
-    return Compiled("kernel", "sm90", text, text.encode(), resources, "13.0", key)
+    return Compiled("sm90", text, text.encode(), {"kernel": resources}, "13.0", key)
 
 
 @pytest.fixture(autouse=True)
@@ -217,9 +217,9 @@ def test_the_default_wins_where_the_search_was_lucky(tmp_path: Path) -> None:
 def test_what_fails_on_one_shape_is_rejected_on_all(tmp_path: Path) -> None:
     _, long = TASK.shapes
     bad = Rejected(kind="wrong", reason="output is off by 1")
-    worker = FakeWorker(lambda c, s: bad if c.block_n == 128 and s == long else None)
+    worker = FakeWorker(lambda c, s: bad if c.axes()["block_n"] == 128 and s == long else None)
     result, _ = run(tmp_path, worker)
-    assert all(record.config.block_n != 128 for record in result.records)
+    assert all(record.config.axes()["block_n"] != 128 for record in result.records)
     for name in result.studies:
         kept = optuna.load_study(study_name=name, storage=open_storage(result.storage))
         rejected = [t for t in kept.get_trials() if t.user_attrs["kind"] == "wrong"]
@@ -241,9 +241,9 @@ def test_one_failure_is_enough(tmp_path: Path) -> None:
 
 def test_what_hangs_twice_is_not_run_by_later_studies(tmp_path: Path) -> None:
     hang = Rejected(kind="hang", reason="no answer within 20 s")
-    first = FakeWorker(lambda config, shape: hang if config.block_n == 128 else None)
+    first = FakeWorker(lambda config, shape: hang if config.axes()["block_n"] == 128 else None)
     _, events = run(tmp_path, first)
-    hung = {config for config, _ in first.evaluated if config.block_n == 128}
+    hung = {config for config, _ in first.evaluated if config.axes()["block_n"] == 128}
     path = tmp_path / "trials.blocklist.json"
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert sum(f"now on the blocklist {path}" in text for text in notices) == len(hung) > 0
@@ -407,7 +407,7 @@ def test_the_share_of_time_that_the_gpu_is_busy_is_told(tmp_path: Path) -> None:
 def test_an_incumbent_that_is_no_slower_stays(tmp_path: Path) -> None:
     """Though it is none of what this search may try."""
     default = default_config(TASK.problem, H200)
-    old = default.model_copy(update={"lazy_rescale": not default.lazy_rescale})
+    old = default.model_copy(update={"lazy_rescale": not default.axes()["lazy_rescale"]})
     path = tmp_path / "tuned.yaml"
     save_records(path, [some_record(TASK.problem, old).model_copy(update={"shape": ONE.shapes[0]})])
 
@@ -418,7 +418,7 @@ def test_an_incumbent_that_is_no_slower_stays(tmp_path: Path) -> None:
             self.compared.append([config for _, config in candidates])
             return {str(c): [self.old_us if c == old else 100.0] * 3 for _, c in candidates}
 
-    fixed = FIXED | {"lazy_rescale": default.lazy_rescale}
+    fixed = FIXED | {"lazy_rescale": default.axes()["lazy_rescale"]}
     worker = Equal()
     result, _ = run(tmp_path, worker, [ONE], fixed=fixed)
     (record,) = result.records
@@ -478,7 +478,7 @@ def test_static_rejections_never_reach_the_gpu(
     monkeypatch.setattr(tuning, "compile_kernel", partial(fake_kernel, spill_bytes=192))
     worker = FakeWorker()
     result, events = run(tmp_path, worker)
-    assert all(config.block_n < 128 for config, _ in worker.evaluated)
+    assert all(config.axes()["block_n"] < 128 for config, _ in worker.evaluated)
     last = [event for event in events if isinstance(event, TrialDone)][-1]
     assert {"compile", "resources"} <= set(last.rejections)
     assert last.done == 40
@@ -537,7 +537,7 @@ def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
     (ragged,) = companions(shape)
 
     def fate(config: AnyConfig, at: Shape) -> Outcome:
-        factor = {shape: 0.7, ragged: 1.6}[at] if config.block_n == 96 else 1.0
+        factor = {shape: 0.7, ragged: 1.6}[at] if config.axes()["block_n"] == 96 else 1.0
         return Measured(time_us=factor * predict(TASK.problem, at, config, H200))
 
     fixed = FIXED | {"block_n": (96, 128)}
@@ -552,9 +552,9 @@ def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
         best[result.path] = min(measured, key=lambda tried: tried.objective)
         default = next(t for t in measured if t.config == default_config(TASK.problem, H200))
         assert default.objective == 1.0
-    assert best[quick.path].config.block_n == 96
+    assert best[quick.path].config.axes()["block_n"] == 96
     tried = best[full.path]
-    assert tried.config.block_n != 96
+    assert tried.config.axes()["block_n"] != 96
     ratios = [
         predict(TASK.problem, at, tried.config, H200)
         / predict(TASK.problem, at, default_config(TASK.problem, H200), H200)

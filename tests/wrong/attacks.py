@@ -82,12 +82,12 @@ PLAN = {
 def tampered(compiled: Compiled, attack: str) -> Compiled:
     """A kernel after an attack."""
     source = ATTACKS[attack](compiled.source)
-    return compile_source(source, architecture(compiled.arch), compiled.kernel_name)
+    return compile_source(source, architecture(compiled.arch), *compiled.entries)
 
 
 def evaluate(compiled: Compiled, problem: Problem, config: AnyConfig, *rest: Any) -> Outcome:
     """As `evaluate_on_device`, with attacks as planned."""
-    attack = PLAN.get(config.block_n)
+    attack = PLAN.get(config.axes()["block_n"])
     if attack is not None:
         compiled = tampered(compiled, attack)
     return evaluate_on_device(compiled, problem, config, *rest)
@@ -97,7 +97,7 @@ def pretend(
     compiled: Compiled, problem: Problem, config: AnyConfig, shape: Shape, *rest: Any
 ) -> Outcome:
     """What `evaluate` comes to, without a GPU; what is well takes as long as the model says."""
-    match PLAN.get(config.block_n):
+    match PLAN.get(config.axes()["block_n"]):
         case "hangs":
             time.sleep(3600)
         case "crashes":
