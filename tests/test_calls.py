@@ -13,7 +13,7 @@ import pytest
 from fake_driver import FLOAT16, FakeDriver, FakeTensor, compiled, fake_torch
 
 import fagen
-from fagen import api
+from fagen import call as calling
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
 from fagen.kernels.registry import default_config
@@ -38,9 +38,9 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         arrays.framework_of.cache_clear()  # type: ignore[attr-defined]
 
     monkeypatch.setitem(sys.modules, "torch", fake_torch())
-    monkeypatch.setattr(api, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(api, "_kernels", {})
-    monkeypatch.setattr(api, "_thread", threading.local())
+    monkeypatch.setattr(calling, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(calling, "_kernels", {})
+    monkeypatch.setattr(calling, "_thread", threading.local())
     forget()
     FakeDriver.install(monkeypatch)
     yield

@@ -17,10 +17,10 @@ from fagen.build.compile import compile_source
 from fagen.build.render import render
 from fagen.device import architecture, typical_device
 from fagen.judge import inputs as judge_inputs
-from fagen.judge import verify
+from fagen.judge import rule, verify
 from fagen.judge.inputs import GUARD, Slab, random_inputs, slab_of
 from fagen.judge.reference import by_row, references
-from fagen.judge.verify import Expected, Judged, expect, judge
+from fagen.judge.rule import Expected, Judged, expect, judge
 from fagen.kernels import Sm90Forward
 from fagen.kernels.registry import TEMPLATES, default_config
 from fagen.kernels.template import symbol
@@ -366,8 +366,8 @@ def test_verify_refuses_what_memory_shows(
 def test_small_shapes_are_pooled_for_the_rms_rule(
     monkeypatch: pytest.MonkeyPatch, verdict_on: Callable[[Spoil], verify.Verdict]
 ) -> None:
-    monkeypatch.setattr(verify, "MAX_RMS_RATIO", 0.99)
-    monkeypatch.setattr(verify, "RMS_ELEMENTS", 10**9)
+    monkeypatch.setattr(rule, "MAX_RMS_RATIO", 0.99)
+    monkeypatch.setattr(rule, "RMS_ELEMENTS", 10**9)
     verdict = verdict_on(lambda *_: None)
     assert not verdict
     assert "over all shapes" in verdict.reason
