@@ -211,7 +211,7 @@ def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
         call(seqlen)
     assert len(fake.compiles) == 1
     assert len(fake.driver.encoded) == 4 * 50
-    monkeypatch.setattr(api, "ask", None)  # a known geometry builds no model
+    monkeypatch.setattr(calling, "ask", None)  # a known geometry builds no model
     monkeypatch.setattr(calling, "choose", None)
     for seqlen in range(1000, 1050):
         call(seqlen)
