@@ -12,7 +12,8 @@ from fagen.build.render import fold
 from fagen.device import architecture
 from fagen.errors import DeviceError
 from fagen.judge import measure
-from fagen.judge.cupy_device import helper_kernel, on_device
+from fagen.judge.bench import Bench, bench_of
+from fagen.judge.inputs import timing_tensors
 from fagen.problem import Problem, Shape
 
 
@@ -26,6 +27,9 @@ def test_when_a_median_is_known() -> None:
     assert not measure._is_known(steady[:4])
     assert not measure._is_known([100.0, 110.0, 95.0, 100.0, 120.0])
     assert measure._is_known([100.0, 101.0] * 500)
+
+
+BENCH: Bench = object.__new__(Bench)  # of no GPU: nothing here asks it
 
 
 class NoisyTimer:
@@ -49,8 +53,8 @@ def test_what_is_clearly_slower_is_not_timed_to_the_end(
     give_up_us: float | None, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = NoisyTimer()
-    monkeypatch.setattr(measure, "_timer", lambda index: timer)
-    timing = measure.time_call(lambda stream: None, give_up_us=give_up_us)
+    monkeypatch.setattr(measure, "timer_of", lambda bench: timer)
+    timing = measure.time_call(lambda stream: None, BENCH, give_up_us=give_up_us)
     assert timing.stopped == stopped
     assert (timing.samples < 30) == stopped
     assert timing.samples < timer.taken
@@ -73,8 +77,8 @@ def test_a_comparison_of_long_calls_ends(
 
     sizes: list[int] = []
     timer = Timer()
-    monkeypatch.setattr(measure, "_timer", lambda index: timer)
-    times = measure.compare({"slow": slow, "fast": fast}, rounds=9, budget_s=budget_s)
+    monkeypatch.setattr(measure, "timer_of", lambda bench: timer)
+    times = measure.compare({"slow": slow, "fast": fast}, BENCH, rounds=9, budget_s=budget_s)
     assert times == {"slow": [1e5] * rounds, "fast": [100.0] * rounds}
     assert sizes[:2] == [1, 1], "to know how long they take"
     assert sorted(sizes[2:]) == [1] * rounds + [5] * rounds
@@ -100,10 +104,8 @@ def spinner(microseconds: int) -> measure.Call:
     """A call that takes so long on the device."""
     import cupy
 
-    from fagen.run.driver import query_device
-
     module = cupy.cuda.Module()
-    module.load(compile_source(SPIN, query_device(0).arch, "spin").cubin)
+    module.load(compile_source(SPIN, bench_of(0).device.arch, "spin").cubin)
     function = module.get_function("spin")
 
     def call(stream: int) -> None:
@@ -134,7 +136,7 @@ def test_time_is_the_device_s_alone() -> None:
         spin(stream)
 
     for call in (spin, slow_host):
-        timing = measure.time_call(call)
+        timing = measure.time_call(call, bench_of(0))
         assert 198 < timing.median_us < 215, timing
         assert timing.samples >= measure.MIN_SAMPLES
         assert 300 < timing.clock_mhz < 4000
@@ -143,20 +145,21 @@ def test_time_is_the_device_s_alone() -> None:
 @pytest.mark.gpu
 def test_a_slow_call_is_given_up_early() -> None:
     spin = spinner(200)
-    hopeless = measure.time_call(spin, give_up_us=150)
+    hopeless = measure.time_call(spin, bench_of(0), give_up_us=150)
     assert hopeless.stopped
     assert 198 < hopeless.median_us < 215
-    assert not measure.time_call(spin, give_up_us=230).stopped
+    assert not measure.time_call(spin, bench_of(0), give_up_us=230).stopped
 
 
 @pytest.mark.gpu
 def test_compare_orders_by_time() -> None:
-    times = measure.compare({"slow": spinner(220), "fast": spinner(200)}, rounds=5)
+    bench = bench_of(0)
+    times = measure.compare({"slow": spinner(220), "fast": spinner(200)}, bench, rounds=5)
     assert [len(rounds) for rounds in times.values()] == [5, 5]
     ratios = [slow / fast for slow, fast in zip(times["slow"], times["fast"], strict=True)]
     assert 1.05 < np.median(ratios) < 1.15
-    assert 300 < measure.read_clock() < 4000
-    assert measure.read_clock() == 0, "nothing ran since"
+    assert 300 < measure.read_clock(bench) < 4000
+    assert measure.read_clock(bench) == 0, "nothing ran since"
 
 
 @pytest.mark.gpu
@@ -164,22 +167,21 @@ def test_a_call_that_waits_is_an_error() -> None:
     import cupy
 
     def waits(stream: int) -> None:
-        with on_device(0):
+        with bench_of(0).use():
             cupy.cuda.runtime.streamSynchronize(stream)
 
     with pytest.raises(DeviceError, match="waited for the device"):
-        measure.time_call(waits)
+        measure.time_call(waits, bench_of(0))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_inputs_are_standard_normal(dtype: str) -> None:
-    from fagen.judge.reference import NUMPY_DTYPE
-
     problem = Problem.model_validate({"dtype": dtype, "head_dim": 64})
     shape = Shape(batch=1, seqlen_q=512, seqlen_k=256, heads_q=8, heads_kv=4)
-    made = measure.tensors(problem, shape, 0)
-    q, k = (array.get().view(NUMPY_DTYPE[problem.dtype]).astype(float) for array in made.arrays[:2])
+    made = timing_tensors(bench_of(0), problem, shape)
+    assert (list(made.views), made.lead) == (["q", "k", "v", "o"], 0)
+    q, k = (made.arrays[name].get().view(problem.element.numpy).astype(float) for name in "qk")
     assert q.size == 512 * 8 * 64
     assert abs(q.mean()) < 0.01
     assert abs(q.std() - 1) < 0.01
@@ -192,24 +194,24 @@ def test_inputs_are_standard_normal(dtype: str) -> None:
 def test_measure_a_kernel() -> None:
     from fagen.build.compile import compile_kernel
     from fagen.kernels.registry import default_config
-    from fagen.run.driver import query_device
     from fagen.run.executor import Executor
 
-    device = query_device(0)
+    device = bench_of(0).device
     problem = Problem(dtype="bf16", head_dim=64)
     config = default_config(problem, device)
     kernel = Executor(compile_kernel(problem, config, device.arch), problem, config)
     small, large = (
         Shape(batch=4, seqlen_q=n, seqlen_k=n, heads_q=16, heads_kv=16) for n in (1024, 4096)
     )
-    times = [measure.measure(kernel, shape) for shape in (small, large)]
+    times = [measure.measure(kernel, shape, bench_of(0)) for shape in (small, large)]
     assert 8 < times[1].median_us / times[0].median_us < 24  # 16 times the work
     assert times[1].spread < 0.1
 
 
 @pytest.mark.gpu
 def test_helper_kernels_are_loaded_once() -> None:
-    with on_device(0):
-        assert (
-            helper_kernel("gate", "measure.cu", 0).ptr == helper_kernel("gate", "measure.cu", 0).ptr
-        )
+    bench = bench_of(0)
+    assert bench_of(0) is bench
+    with bench.use():
+        gates = [bench.kernel("gate", "measure.cu") for _ in range(2)]
+    assert gates[0].ptr == gates[1].ptr

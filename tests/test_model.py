@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +24,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from fagen.build.compiled import Resources
 from fagen.device import KNOWN_DEVICES, architecture, typical_device
-from fagen.kernels import Sm80Forward, Sm90Forward
-from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels import Sm80Forward, Sm90Forward, forward_cost, forward_sm90_cost
+from fagen.kernels.cost import STATIC_TILE_KEYS, Steps, static_imbalance, steps_of_head
+from fagen.kernels.registry import AnyConfig, default_config, templates_for
+from fagen.mask import Mask
 from fagen.problem import Problem, Shape
-from fagen.tuning.model import (
-    STATIC_TILE_KEYS,
-    Steps,
-    memory_us,
-    predict,
-    resident_blocks,
-    static_imbalance,
-    step_of,
-    steps_of_head,
-)
+from fagen.tuning.model import memory_us, predict
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 TESTS = Path(__file__).parent
@@ -312,7 +306,7 @@ def test_steps_are_the_blocks_that_hold_a_visible_key(
             for m in range(0, seqlen_q, block_m)
         ]
         visited = [sum(bool(block.any()) for block in tile) for tile in blocks]
-        steps = steps_of_head(shape, causal, block_m, block_n)
+        steps = steps_of_head(shape, Mask(causal), block_m, block_n)
         assert steps.tiles == len(blocks)
         assert steps.total == sum(visited)
         assert steps.longest == max(visited)
@@ -324,14 +318,14 @@ def test_a_warpgroup_computes_the_blocks_that_hold_a_key_of_its_rows(
 ) -> None:
     shape = Shape(batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=1, heads_kv=1)
     for block_m, block_n in itertools.product((64, 128, 192), (48, 128)):
-        steps = steps_of_head(shape, True, block_m, block_n, rows=64)
-        whole = steps_of_head(shape, True, block_m, block_n)
-        warpgroups = steps_of_head(shape, True, 64, block_n)
+        steps = steps_of_head(shape, Mask(causal=True), block_m, block_n, rows=64)
+        whole = steps_of_head(shape, Mask(causal=True), block_m, block_n)
+        warpgroups = steps_of_head(shape, Mask(causal=True), 64, block_n)
         assert (steps.total, steps.longest) == (whole.total, whole.longest)
         assert whole.seen == whole.total
         assert steps.seen == pytest.approx(warpgroups.total * 64 / block_m)
         assert steps.masked == pytest.approx(warpgroups.masked * 64 / block_m)
-    full = steps_of_head(shape, False, 128, 48, rows=64)
+    full = steps_of_head(shape, Mask(causal=False), 128, 48, rows=64)
     assert full.seen == full.total
 
 
@@ -340,8 +334,8 @@ def test_each_warpgroup_masks_the_keys_that_not_all_its_rows_see() -> None:
     first half nothing of the others.
     """
     shape = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
-    assert steps_of_head(shape, True, 128, 16).masked == 8
-    halves = steps_of_head(shape, True, 128, 16, rows=64)
+    assert steps_of_head(shape, Mask(causal=True), 128, 16).masked == 8
+    halves = steps_of_head(shape, Mask(causal=True), 128, 16, rows=64)
     assert halves.seen == (4 + 8) / 2
     assert halves.masked == (4 + 4) / 2
 
@@ -351,29 +345,53 @@ def test_skipped_steps_leave_the_pipes_idle_but_not_the_loads() -> None:
     config = hopper(192, 64, 64)
     whole = Steps(tiles=1, total=4, longest=4, seen=4, masked=1)
     skipping = whole._replace(seen=3)
-    all_seen, part_seen = (step_of(problem, config, H200, s, None) for s in (whole, skipping))
+    all_seen, part_seen = (
+        forward_sm90_cost._step(problem, config, H200, s, None) for s in (whole, skipping)
+    )
     for pipe in ("tensor", "exp2", "issue", "smem"):
         assert getattr(part_seen, pipe) < getattr(all_seen, pipe)
     assert part_seen.tensor == 0.75 * all_seen.tensor
     assert part_seen.l2 == all_seen.l2
 
 
-def test_resident_blocks_follow_shared_memory_registers_and_threads() -> None:
+Residents = Callable[..., int]
+
+
+@pytest.fixture
+def residents(monkeypatch: pytest.MonkeyPatch) -> Residents:
+    """How many blocks of a config the model believes to share an SM, with tiles for all of them."""
+    shape = shape_of(1024, 64)
+    total = forward_cost.total
+    seen: list[int] = []
+
+    def watched(*arguments: Any, residents: int, **options: Any) -> Any:
+        seen.append(residents)
+        return total(*arguments, residents=residents, **options)
+
+    def count(config: AnyConfig, problem: Problem, resources: Resources | None = None) -> int:
+        predict(problem, shape, config, H200, resources)
+        return seen.pop()
+
+    monkeypatch.setattr(forward_cost, "total", watched)
+    return count
+
+
+def test_resident_blocks_follow_shared_memory_registers_and_threads(residents: Residents) -> None:
     problem = Problem(dtype="bf16", head_dim=64)
     small = hopper(64, 80, 64, min_blocks_per_sm=3, **SMALL)
-    assert resident_blocks(small, problem, H200) == 3
+    assert residents(small, problem) == 3
     resources = Resources(registers=96, spill_bytes=0, stack_bytes=0, smem_bytes=0)
-    assert resident_blocks(small, problem, H200, resources) == 4
+    assert residents(small, problem, resources) == 4
     deep = small.model_copy(update={"stages": 4})
-    assert resident_blocks(deep, problem, H200, resources) == 2
-    assert resident_blocks(hopper(128, 128, 64), problem, H200) == 1
+    assert residents(deep, problem, resources) == 2
+    assert residents(hopper(128, 128, 64), problem) == 1
 
 
-def test_a_persistent_grid_has_the_blocks_that_it_asks_for() -> None:
+def test_a_persistent_grid_has_the_blocks_that_it_asks_for(residents: Residents) -> None:
     problem = Problem(dtype="bf16", head_dim=64)
     small = hopper(64, 64, 64, **SMALL)
-    assert resident_blocks(small, problem, H200) > 1
-    assert resident_blocks(small.model_copy(update={"persistent": True}), problem, H200) == 1
+    assert residents(small, problem) > 1
+    assert residents(small.model_copy(update={"persistent": True}), problem) == 1
 
 
 def test_static_imbalance_is_that_of_the_schedule() -> None:
@@ -388,7 +406,8 @@ def test_static_imbalance_is_that_of_the_schedule() -> None:
             waves[1].reverse()
         work = [sum(wave[block] for wave in waves if block < len(wave)) for block in range(3)]
         expected = max(work) / (sum(work) / 3)
-        assert static_imbalance(problem, shape, 64, 3, grouped) == pytest.approx(expected)
+        together = forward_cost.grouped_heads(problem, shape) if grouped else 0
+        assert static_imbalance(problem, shape, 64, 3, together) == pytest.approx(expected)
 
 
 def test_spills_and_serialised_wgmma_cost_time() -> None:
@@ -417,7 +436,8 @@ def test_no_prediction_is_faster_than_the_card() -> None:
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120"])
 def test_every_architecture_has_predictions(arch: str) -> None:
     device = typical_device(architecture(arch))
-    for head_dim, template in itertools.product((8, 64, 256), device.arch.templates):
+    templates = [template.NAME for template in templates_for("forward", device.arch)]
+    for head_dim, template in itertools.product((8, 64, 256), templates):
         problem = Problem(dtype="fp16", head_dim=head_dim, causal=True)
         config = default_config(problem, device, template)
         lengths = [(0, 5), (5, 0), (1, 1), (1, 8192), (8192, 1), (8192, 8192)]
