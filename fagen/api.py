@@ -10,7 +10,7 @@ from fagen.build.compile import compile_kernel
 from fagen.build.compiled import Resources
 from fagen.call import Call, attend, loaded
 from fagen.device import Architecture, Device, architecture
-from fagen.errors import ArgumentError, as_argument_error
+from fagen.errors import ArgumentError
 from fagen.kernels.forward import scale_log2
 from fagen.kernels.registry import parse_config, template_of
 from fagen.kernels.template import Config
@@ -20,6 +20,7 @@ from fagen.records.dispatch import Choice, choose
 from fagen.run import driver
 from fagen.run.ask import Layout, ask, read
 from fagen.run.executor import Executor
+from fagen.validation import as_argument_error
 
 if TYPE_CHECKING:
     from fagen.tuning.tasks import Task

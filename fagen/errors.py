@@ -20,13 +20,6 @@ each into one line and exit code 2, or 1 for a WriteError, where the words were 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
 
 class FagenError(Exception):
     """The root of every error that fagen raises on purpose."""
@@ -89,29 +82,3 @@ class CudaError(DeviceError):
 
 class MissingDependencyError(FagenError):
     """A package that this call needs is not installed; the message names the extra that has it."""
-
-
-@contextmanager
-def as_argument_error(message: str = "{}") -> Iterator[None]:
-    """What pydantic refuses inside becomes an ArgumentError.
-
-    Args:
-        message: the error's text, with "{}" where pydantic's reasons go, in one line.
-    """
-    from pydantic import ValidationError
-
-    try:
-        yield
-    except ValidationError as error:
-        raise ArgumentError(message.format(one_line(error))) from None
-
-
-def one_line(error: ValidationError) -> str:
-    """What pydantic says, as one line with the fields' names."""
-    parts = []
-    for detail in error.errors():
-        where = ".".join(str(part) for part in detail["loc"])
-        got = "" if isinstance(detail["input"], dict) else f" (got {detail['input']!r})"
-        message = detail["msg"].removeprefix("Value error, ")
-        parts.append(f"{where}: {message}{got}" if where else f"{message}{got}")
-    return "; ".join(parts)

@@ -30,7 +30,7 @@ from records import some_record
 
 import fagen
 from fagen import api
-from fagen import call as way
+from fagen import call as calling
 from fagen.build.compile import compile_kernel
 from fagen.errors import ArgumentError, ConfigError, CudaError, UnsupportedError
 from fagen.judge import reference
@@ -151,7 +151,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         compiles.append((problem, config))
         return compiled(problem, arch.name)
 
-    for module in (api, way):
+    for module in (api, calling):
         monkeypatch.setattr(module, "compile_kernel", compile_kernel)
     fresh_caches(monkeypatch)
     yield Fake(driver=FakeDriver.install(monkeypatch), torch=torch, compiles=compiles)
@@ -159,8 +159,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 def fresh_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way, "_kernels", {})
-    monkeypatch.setattr(way, "_thread", threading.local())
+    monkeypatch.setattr(calling, "_kernels", {})
+    monkeypatch.setattr(calling, "_thread", threading.local())
     forget_frameworks()
 
 
@@ -213,8 +213,8 @@ def test_lengths_of_one_bucket_compile_once_and_repeated_calls_plan_nothing(
         call(seqlen)
     assert len(fake.compiles) == 1
     assert len(fake.driver.encoded) == 4 * 50
-    monkeypatch.setattr(way, "ask", None)  # a known geometry builds no model
-    monkeypatch.setattr(way, "choose", None)
+    monkeypatch.setattr(calling, "ask", None)  # a known geometry builds no model
+    monkeypatch.setattr(calling, "choose", None)
     for seqlen in range(1000, 1050):
         call(seqlen)
     assert len(fake.driver.launches) == 100
@@ -652,7 +652,7 @@ def test_fifty_lengths_compile_once(torch: Any, monkeypatch: pytest.MonkeyPatch)
         compiles.append(arguments)
         return compile_kernel(*arguments)
 
-    monkeypatch.setattr(way, "compile_kernel", counting)
+    monkeypatch.setattr(calling, "compile_kernel", counting)
     fresh_caches(monkeypatch)
     for seqlen in range(200, 250):
         check(torch, *random_qkv(torch, batch=1, seqlen_q=seqlen, seqlen_k=seqlen), True)

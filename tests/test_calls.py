@@ -13,6 +13,8 @@ import pytest
 from fake_driver import FLOAT16, FakeDriver, FakeTensor, compiled, fake_torch, forget_frameworks
 
 import fagen
+from fagen import api
+from fagen import call as calling
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, StoreError
 from fagen.kernels.registry import default_config
@@ -32,10 +34,10 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return compiled(problem, arch.name)
 
     monkeypatch.setitem(sys.modules, "torch", fake_torch())
-    for module in ("api", "call"):
-        monkeypatch.setattr(f"fagen.{module}.compile_kernel", compile_kernel)
-    monkeypatch.setattr("fagen.call._kernels", {})
-    monkeypatch.setattr("fagen.call._thread", threading.local())
+    for module in (api, calling):
+        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(calling, "_kernels", {})
+    monkeypatch.setattr(calling, "_thread", threading.local())
     forget_frameworks()
     FakeDriver.install(monkeypatch)
     yield

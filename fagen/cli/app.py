@@ -91,8 +91,8 @@ def _example(command: str) -> str:
 
 
 def _problem(dtype: str, head_dim: int, causal: bool) -> Problem:
-    from fagen.errors import as_argument_error
     from fagen.problem import Problem
+    from fagen.validation import as_argument_error
 
     with as_argument_error("{}; allowed: dtype fp16, bf16; head_dim a multiple of 8 from 8 to 256"):
         return Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal})
@@ -482,8 +482,8 @@ def _tasks(
     heads: int | None,
     kv_heads: int | None,
 ) -> list[Task]:
-    from fagen.errors import as_argument_error
     from fagen.tuning import tasks as room
+    from fagen.validation import as_argument_error
 
     chosen: dict[str, Any] = {
         "dtypes": dtypes or room.STANDARD_DTYPES,
@@ -558,8 +558,8 @@ def _default_shape(
     kv_heads: int | None,
 ) -> Shape:
     """The shape of these flags; what is left out is filled up to 16k tokens of hidden size 2048."""
-    from fagen.errors import as_argument_error
     from fagen.problem import standard_shape
+    from fagen.validation import as_argument_error
 
     with as_argument_error():
         return standard_shape(

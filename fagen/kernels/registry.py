@@ -8,10 +8,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError
 
 from fagen.device import Architecture, Device
-from fagen.errors import ArgumentError, UnsupportedError, one_line
+from fagen.errors import ArgumentError, UnsupportedError
 from fagen.kernels import forward_sm80, forward_sm90
 from fagen.kernels.template import Config, Template
 from fagen.problem import Problem
+from fagen.validation import NestedError, one_line
 
 # By name. Of several that answer a problem the first is the native one.
 TEMPLATES: dict[str, Template] = {
@@ -81,7 +82,7 @@ def _validated(fields: Any) -> Config:
     try:
         return TEMPLATES[name].Config.model_validate(dict(fields))
     except ValidationError as error:
-        raise ValueError(one_line(error)) from None
+        raise NestedError(one_line(error)) from None
 
 
 # A config as a field of a model.

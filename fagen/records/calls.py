@@ -15,11 +15,12 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fagen.errors import StoreError, one_line
+from fagen.errors import StoreError
 from fagen.files import locked, replace_file
 from fagen.problem import Bucket, Problem, Shape
 from fagen.records.store import bucket_order, problem_fields, problem_order
 from fagen.records.yaml_file import SCHEMA, WHAT_TO_DO, list_text, read_list
+from fagen.validation import one_line
 
 # ---- counting ----
 

@@ -21,11 +21,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fagen.device import ARCHITECTURES, Device, device_key
-from fagen.errors import StoreError, one_line
+from fagen.errors import StoreError
 from fagen.files import locked, packaged_folder, replace_file
 from fagen.kernels.registry import TEMPLATES, AnyConfig, template_of
 from fagen.problem import Bucket, Problem, Shape
 from fagen.records.yaml_file import SCHEMA, list_text, read_list
+from fagen.validation import one_line
 
 CONFIG_VARIABLE = "FAGEN_CONFIG"
 generation = 0  # how often this process has saved records: what was chosen before may be outdated

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import numpy as np
 
 from fagen.dtypes import DTYPES
-from fagen.errors import ArgumentError, MissingDependencyError, as_argument_error
+from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.judge import reference
 from fagen.problem import TOKENS, DtypeName, Problem, Shape, standard_shape
 from fagen.show.peers import PEERS, Call, Inputs
 from fagen.show.results import Cell, Grid, Results
+from fagen.validation import as_argument_error
 
 if TYPE_CHECKING:
     from fagen.kernels.registry import AnyConfig
