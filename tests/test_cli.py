@@ -125,7 +125,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),
         ((*FROM, "no/such.yaml"), "cannot read no/such.yaml"),
         ((*FROM, __file__), "test_cli.py"),
-        ((*FROM, "/dev/zero"), "no file of recorded calls"),
+        ((*FROM, "/dev/zero"), "not a file of recorded calls"),
         (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2, flex"),
         (("bench", "--from", "x.json", "--grid", "B", "--seqlen", "9"), "out --grid, --seqlen"),
         (("bench", "--plot", "x.jpg"), "ends in .png"),

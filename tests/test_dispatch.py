@@ -229,6 +229,22 @@ def test_nothing_is_rendered_to_choose(
         _ = choice.stale
 
 
+FIRST_LANDING = Path(__file__).parent / "data" / "first_landing.yaml"
+
+
+def test_records_that_the_first_version_wrote_are_still_chosen() -> None:
+    opened = Store(FIRST_LANDING)
+    records = opened.records()
+    assert len(records) == 6
+    assert {record.config.template for record in records} == {"forward_sm80", "forward_sm90"}
+    for record in records:
+        device = KNOWN_DEVICES[record.device.name]
+        choice = choose(record.problem, record.shape, device, store=opened)
+        assert choice.record == record
+        assert choice.path == FIRST_LANDING
+        assert choice.tier == (Tier.MEASURED_HERE if record.measured else Tier.PREDICTED)
+
+
 # ---- what people see and do ----
 
 

@@ -17,6 +17,7 @@ from records import H200, some_record
 
 from fagen import files
 from fagen.errors import StoreError, WriteError
+from fagen.files import packaged_folder
 from fagen.kernels.registry import default_config
 from fagen.problem import Problem
 from fagen.records import store, yaml_file
@@ -74,6 +75,23 @@ def test_records_come_back_equal_and_the_bytes_do_not_depend_on_the_order(path: 
     for record in reversed(records):
         save_records(other, [record])
     assert other.read_bytes() == first
+
+
+SHIPPED = sorted(packaged_folder("tuned_configs").glob("*.yaml"))
+FIRST_LANDING = Path(__file__).parent / "data" / "first_landing.yaml"
+
+
+@pytest.mark.parametrize("shipped", [*SHIPPED, FIRST_LANDING], ids=lambda path: path.stem)
+def test_a_shipped_file_is_as_it_would_be_written(shipped: Path, path: Path) -> None:
+    path.write_bytes(shipped.read_bytes())
+    file = load_records(path)
+    assert file.skipped == ()
+    assert file.records
+    save_records(path, [])  # read and written again
+    assert path.read_bytes() == shipped.read_bytes()
+    path.unlink()
+    save_records(path, reversed(file.records))
+    assert path.read_bytes() == shipped.read_bytes()
 
 
 def test_the_text_is_readable_and_every_axis_can_be_edited(path: Path) -> None:

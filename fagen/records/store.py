@@ -203,7 +203,7 @@ def load_records(path: str | Path) -> RecordFile:
     """Every record of a file. Of two with one key the better stays: measured, then the later.
 
     Raises:
-        StoreError: the file is missing, damaged, no file of tuned configs, or holds a YAML tag
+        StoreError: the file is missing, damaged, not a file of tuned configs, or holds a YAML tag
             or alias. Nothing that stands in a file is ever run.
     """
     path = Path(path)
