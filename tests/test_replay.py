@@ -19,7 +19,7 @@ import pytest
 from fagen.kernels.config import AnyConfig
 from fagen.kernels.space import default_config
 from fagen.problem import Shape
-from fagen.show.report import summarise
+from fagen.show.summary import summarise
 from fagen.tuning.objective import predicted
 from fagen.tuning.outcome import Outcome, Tried
 from fagen.tuning.search.legal import LegalSet
