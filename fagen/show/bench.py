@@ -234,7 +234,7 @@ class _Sample:
 # ---- the run ----
 
 
-class _Bench:
+class _Run:
     """What the cells of one run share."""
 
     def __init__(
@@ -384,7 +384,7 @@ def bench(
         raise ArgumentError(
             "grid B does not have these lengths with these head dims: leave out one of them"
         )
-    run = _Bench(chosen, points, peers, store, sm80_store, device_index)
+    run = _Run(chosen, points, peers, store, sm80_store, device_index)
     cells = []
     for point in points:
         cells.append(run.cell(point))

@@ -159,14 +159,8 @@ def tune(
     If no GPU of the architecture is present, configs are compiled and ranked by a static model,
     and the records are marked as predicted. Ctrl-C keeps the best so far.
     """
-    numbers: list[int] = []
-    if compile_only:
-        device = _device_to_compile_for(ctx)
-    else:
-        device, numbers = devices_for(arch, devices)
+    device, numbers = _search_to_join(ctx) if compile_only else devices_for(arch, devices)
     tuner.check_options(effort=effort, sampler=sampler, trials=trials)
-    if template is not None and template not in TEMPLATES:
-        raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
     budget_s = None if budget is None else _seconds(budget)
     if recorded is None:
         tasks = tasks_of(
@@ -215,8 +209,8 @@ def tune(
         raise typer.Exit(INTERRUPTED)
 
 
-def _device_to_compile_for(ctx: typer.Context) -> Device:
-    """The device whose search `fagen tune --compile-only` joins."""
+def _search_to_join(ctx: typer.Context) -> tuple[Device, list[int]]:
+    """The device that --compile-only compiles for, and no device to measure on."""
     flags = ctx.params
     if flags["devices"] is not None or flags["out"] is not None:
         raise ArgumentError(
@@ -224,7 +218,7 @@ def _device_to_compile_for(ctx: typer.Context) -> Device:
         )
     if flags["arch"] is None or flags["storage"] is None or not flags["resume"]:
         raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
-    return typical_device(architecture(flags["arch"]))
+    return typical_device(architecture(flags["arch"])), []
 
 
 def _seconds(text: str) -> float:
@@ -238,7 +232,9 @@ def _seconds(text: str) -> float:
 def _subspace(
     words: Sequence[str], template: str | None, task: Task, device: Device
 ) -> dict[str, Any]:
-    """The values that words such as "block_n=64,128" leave to axes."""
+    """The values that words such as "block_n=64,128" leave to axes of the template."""
+    if template is not None and template not in TEMPLATES:
+        raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
     default = default_config(task.problem, device, template)
     values = axis_words(words)
     refuse_unknown_axes(values, default.template)
