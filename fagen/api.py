@@ -78,7 +78,7 @@ def tune(
     seqlen: int | Sequence[int] | None = None,
     batch: int | None = None,
     heads: int | None = None,
-    kv_heads: int | None = None,
+    heads_kv: int | None = None,
     arch: str | Architecture | None = None,
     **options: Any,
 ) -> TuneResult:
@@ -91,7 +91,7 @@ def tune(
         tasks: problems and their shapes, as of `fagen.tuning.tasks`; if None, those that the next
             arguments name.
         dtype, head_dim, causal, seqlen: one value or several; what is None is the standard list.
-        batch, heads, kv_heads: those of `fagen.problem.standard_shape` if None.
+        batch, heads, heads_kv: those of `fagen.problem.standard_shape` if None.
         arch: such as "sm90"; that of the device if None.
         options: further arguments of `fagen.tuning.tuner.tune`: trials, budget_s, storage, resume,
             out. `on_event` is called with each `TaskStarted`, `TrialDone`, ...; where it raises
@@ -115,7 +115,11 @@ def tune(
         kind = str if name == "dtypes" else int
         if not values or not all(isinstance(value, kind) for value in values):
             raise ArgumentError(f"{name} {values!r}: give one {kind.__name__}, or several")
-    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+    if (older := options.pop("kv_heads", None)) is not None:  # its name in 0.1.0
+        if heads_kv is not None:
+            raise ArgumentError("kv_heads is the old name of heads_kv: give only one of them")
+        heads_kv = older
+    sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv}
     chosen |= {name: size for name, size in sizes.items() if size is not None}
     if tasks is None:
         with as_argument_error():

@@ -3,10 +3,10 @@
 ::
 
     FagenError
-    ├── ArgumentError        a bad argument, flag or file field (also a ValueError)
+    ├── ArgumentError        a bad argument, flag or field of a file (also a ValueError)
     │   └── UnsupportedError a problem outside what fagen covers
     ├── ConfigError          a config that is illegal for its problem and device
-    ├── CompileError         NVRTC refused a kernel; .log holds what it said
+    ├── CompileError         NVRTC refused a kernel; .log is what it printed
     ├── CacheError           the cache folder cannot be trusted or written
     ├── StoreError           a tuned_configs YAML file or a study that cannot be read or written
     │   └── WriteError       any file or study that cannot be written: a full disk, a lost database
@@ -14,8 +14,8 @@
     │   └── CudaError        a CUDA driver call failed; .code is its number
     └── MissingDependencyError  a package that this call needs is not installed
 
-Each message says what is wrong, what is allowed, and what to do next. The command line turns
-each into one line and exit code 2, or 1 for a WriteError, where the words were right.
+Each message says what is wrong, what is allowed, and what to do next. The command line prints it
+as one line and exits with code 2, or 1 for a WriteError, which is not the command line's fault.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class StoreError(FagenError):
 
 
 class WriteError(StoreError):
-    """The machine refused to write: what was there before is whole, and a later try may succeed."""
+    """A file or study cannot be written; what was there is intact, and a later try may succeed."""
 
 
 class DeviceError(FagenError):
-    """There is no usable GPU here, or the driver reported a failure."""
+    """There is no usable GPU, or the driver reported a failure."""
 
 
 class CudaError(DeviceError):
@@ -77,7 +77,7 @@ class CudaError(DeviceError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[CudaError], tuple[str, int]]:
-        return type(self), (str(self), self.code)  # what it takes to unpickle it
+        return type(self), (str(self), self.code)  # or unpickling would lack the code
 
 
 class MissingDependencyError(FagenError):

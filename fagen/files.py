@@ -1,4 +1,4 @@
-"""Files: those that come with fagen, and those that are written whole or not at all."""
+"""Files that come with fagen, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ def packaged_folder(name: str) -> Path:
 
 
 def write_files(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
-    """Writes `files` into `folder`, which is made if need be; the paths it wrote, in order.
+    """Writes `files`, by name, into `folder`, which is made if it is missing.
+
+    Returns:
+        The paths of the files, in order.
 
     Raises:
-        ArgumentError: if `folder` is no folder, or as `write_file` does.
-        WriteError: as `write_file` does.
+        ArgumentError: if `folder` is something else, or as `write_file`.
+        WriteError: as `write_file`.
     """
     require_folder(folder)
     for name, content in files.items():
@@ -37,17 +40,17 @@ def write_files(files: Mapping[str, str | bytes], folder: Path) -> list[Path]:
 
 
 def require_folder(place: Path) -> None:
-    """An ArgumentError if something else than a folder is there; nothing may be."""
-    if os.path.exists(place) and not os.path.isdir(place):  # not Path's: they may raise an OSError
-        raise ArgumentError(f"{place} is no folder: give the folder to write the files into")
+    """Raises an ArgumentError if something other than a folder is there; it may be missing."""
+    if os.path.exists(place) and not os.path.isdir(place):  # Path's may raise an OSError
+        raise ArgumentError(f"{place} is not a folder: give the folder to write the files into")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a file, and makes its folder if need be; one of the same name is replaced.
+    """Writes a file, or replaces it; its folder is made if it is missing.
 
     Raises:
-        ArgumentError: if it is a folder.
-        WriteError: if the disk is full, or the place cannot be written; what was there is whole.
+        ArgumentError: if `path` is a folder.
+        WriteError: if it cannot be written; what was there before is intact.
     """
     try:
         if path.is_dir():
@@ -62,7 +65,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def link_target(path: Path) -> Path:
-    """The file that a path names, so that a link stays one; an OSError for a loop of links."""
+    """The file behind a path, so that writing keeps a link; an OSError for a loop of links."""
     try:
         return path.resolve()
     except RuntimeError:  # before Python 3.13
@@ -70,7 +73,7 @@ def link_target(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Puts a file in the place of another through a draft beside it; an OSError is the caller's."""
+    """Replaces a file in one step, through a draft beside it; raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         with draft.open("wb") as file:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+import fagen.show
 from fagen.errors import FagenError
 from fagen.records.store import CONFIG_VARIABLE
 from fagen.run import driver
@@ -45,3 +47,13 @@ def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         if "FAGEN_CACHE" not in os.environ:
             patch.setenv("FAGEN_CACHE", str(home / "cache"))
         yield
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if matplotlib were not installed, and what needs it not imported yet."""
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.ticker"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("plots", "report"):
+        monkeypatch.delitem(sys.modules, f"fagen.show.{name}", raising=False)
+        monkeypatch.delattr(fagen.show, name, raising=False)

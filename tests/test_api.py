@@ -108,6 +108,15 @@ def test_tune_takes_what_the_command_line_does(tuned: list[dict[str, Any]]) -> N
     assert given[0].problem.head_dim == 8
 
 
+@pytest.mark.parametrize("name", ["heads_kv", "kv_heads"])
+def test_tune_takes_heads_kv_by_its_old_name_too(tuned: list[dict[str, Any]], name: str) -> None:
+    sizes: dict[str, Any] = {"heads": 8, name: 2}
+    fagen.tune(head_dim=64, **sizes)
+    (call,) = tuned
+    assert {(s.heads_q, s.heads_kv) for task in call["tasks"] for s in task.shapes} == {(8, 2)}
+    assert name not in call
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -120,6 +129,7 @@ def test_tune_takes_what_the_command_line_does(tuned: list[dict[str, Any]]) -> N
         ({"head_dim": "64"}, "head_dim"),
         ({"head_dim": []}, "head_dim"),
         ({"seqlen": [512, "a"]}, "seqlen"),
+        ({"heads_kv": 2, "kv_heads": 2}, "give only one"),
     ],
 )
 def test_tune_refuses_what_is_not_allowed(

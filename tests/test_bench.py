@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from full_disk import no_file_beyond
 
+from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, WriteError
 from fagen.problem import Problem, Shape, standard_shape
@@ -28,7 +28,6 @@ from fagen.show.results import (
     Results,
     load_results,
     markdown,
-    save_plot,
     save_results,
     write_table,
 )
@@ -112,7 +111,7 @@ def test_nan_is_wrong() -> None:
 # ---- grids ----
 
 
-def names(points: list[room.Point]) -> list[str]:
+def names(points: list[room.GridPoint]) -> list[str]:
     return [f"d{p.problem.head_dim} {p.problem.mask} {p.shape}" for p in points]
 
 
@@ -156,7 +155,7 @@ def test_a_part_of_a_grid() -> None:
 def test_the_numbers_are_enough_for_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room._Memory, "_to_device", lambda self, rounded, dtype: rounded)
     problem = PROBLEM.model_copy(update={"head_dim": 8})
-    points = [room.Point(problem, shape) for shape in (SHAPE, GROUPED, FEW_QUERIES)]
+    points = [room.GridPoint(problem, shape) for shape in (SHAPE, GROUPED, FEW_QUERIES)]
     memory = room._Memory(points, 0)
     for _, shape, _ in points:
         x = memory.cut(problem, shape)
@@ -232,9 +231,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     adapt("fa4", _liar)
     adapt("flex", _crasher)
     adapt("cudnn", lambda x: _refuser(x) if x.problem.causal else _own(x, None))
-    return lambda **options: bench(
-        **{"seqlens": (64, 128), "head_dims": (64,), "peers": tuple(PEERS)} | options
-    )
+    usual: dict[str, Any] = {"seqlens": (64, 128), "head_dims": (64,), "peers": tuple(PEERS)}
+    return lambda **options: bench(device_index=0, **(usual | options))
 
 
 def test_contestants_that_are_absent_wrong_or_refuse_are_named(run: Run) -> None:
@@ -245,10 +243,10 @@ def test_contestants_that_are_absent_wrong_or_refuse_are_named(run: Run) -> None
         assert cell.failed["fa4"].startswith("wrong")
         assert cell.failed["flex"] == "LookupError: "
         assert cell.failed.get("cudnn") == (
-            "NotImplementedError: No such mask." if cell.causal else None
+            "NotImplementedError: No such mask." if cell.problem.causal else None
         )
         assert cell.us.keys() == {"fagen", "fagen_sm80", "fa2"} | (
-            set() if cell.causal else {"cudnn"}
+            set() if cell.problem.causal else {"cudnn"}
         )
     assert results.peers == ("cudnn", "fa2")
     assert results.versions == {"fagen": results.versions["fagen"], "driver": "CUDA 13.0"} | {
@@ -260,7 +258,7 @@ def test_contestants_that_are_absent_wrong_or_refuse_are_named(run: Run) -> None
 
 def test_speed_share_and_ratio(run: Run) -> None:
     results = run()
-    full = next(c for c in results.cells if not c.causal and c.shape.seqlen_q == 128)
+    full = next(c for c in results.cells if not c.problem.causal and c.shape.seqlen_q == 128)
     assert full.shape == Shape(batch=2, seqlen_q=128, seqlen_k=128, heads_q=2, heads_kv=2)
     assert full.us["fagen"] == (90, 170, 100, 110, 130)
     tflops = full.shape.flops(Problem(dtype="bf16", head_dim=64)) / 110e-6 / 1e12
@@ -302,8 +300,7 @@ def cell(seqlen: int, causal: bool, note: str = "", **us: float) -> Cell:
     """One whose rounds are so slow and again up to half slower."""
     shape = Shape(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=32, heads_kv=32)
     return Cell(
-        head_dim=64,
-        causal=causal,
+        problem=Problem(dtype="bf16", head_dim=64, causal=causal),
         shape=shape,
         note=note,
         us={name: (time, 1.1 * time, 1.5 * time) for name, time in us.items()},
@@ -319,7 +316,6 @@ def hand_made(*cells: Cell) -> Results:
     return Results(
         device="NVIDIA H200 (132 SMs), sm90",
         date="2030-01-02",
-        dtype="bf16",
         versions={"fagen": "1.0"},
         absent={"fa4": "pip install flash-attn-4"},
         cells=cells
@@ -356,7 +352,7 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
     save_results(hand_made(), path)
     assert load_results(path) == hand_made()
     path.write_text("{}")
-    with pytest.raises(ArgumentError, match="no result"):
+    with pytest.raises(ArgumentError, match="not a result"):
         load_results(path)
 
 
@@ -377,9 +373,11 @@ OLD_CELL = {
 
 def test_files_without_rounds_are_still_read(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    old = hand_made().model_dump(mode="json", exclude={"grid"}) | {"cells": [OLD_CELL]}
+    old = hand_made().model_dump(mode="json", exclude={"grid"})
+    old |= {"dtype": "bf16", "cells": [OLD_CELL]}
     path.write_text(json.dumps(old))
     results = load_results(path)
+    assert results.cells[0].problem == PROBLEM
     assert results.cells[0].shape.heads_kv == 16
     lines = markdown(results).splitlines()
     assert "| head dim 64, causal | 300 (0.50) |" in lines
@@ -389,8 +387,35 @@ def test_files_without_rounds_are_still_read(tmp_path: Path) -> None:
     )
     for broken in ({"us": 3}, {"heads": "many"}, {"batch": None}):
         path.write_text(json.dumps(old | {"cells": [OLD_CELL | broken]}))
-        with pytest.raises(ArgumentError, match="no result"):
+        with pytest.raises(ArgumentError, match="not a result"):
             load_results(path)
+
+
+def test_files_whose_cells_have_no_problem_are_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    data = hand_made().model_dump(mode="json")
+    for one in data["cells"]:
+        problem = one.pop("problem")
+        one |= {"head_dim": problem["head_dim"], "causal": problem["causal"]}
+    path.write_text(json.dumps(data | {"dtype": "bf16"}))
+    assert load_results(path) == hand_made()
+    path.write_text(json.dumps(data | {"dtype": "fp64"}))
+    with pytest.raises(ArgumentError, match="not a result"):
+        load_results(path)
+
+
+COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted({*COMMITTED.glob("*.json")} - {COMMITTED / "h200_host_time.json"}),
+    ids=lambda path: path.name,
+)
+def test_the_committed_results_are_still_read(path: Path) -> None:
+    results = load_results(path)
+    assert results.dtype == ("fp16" if "fp16" in path.name else "bf16")
+    assert markdown(results).startswith(f"| {results.dtype}, sequence")
 
 
 def test_the_table_goes_between_the_markers_and_nowhere_else(tmp_path: Path) -> None:
@@ -418,7 +443,7 @@ def test_a_table_that_does_not_fit_the_disk_leaves_the_text_as_it_was(tmp_path: 
 
 
 def test_the_plot_has_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> None:
-    from fagen.show.plots import speeds
+    from fagen.show.plots import save_plot, speeds
 
     results = hand_made(*hand_made().cells, cell(1024, True, "32/8 heads", fagen=4, fa3=5))
     panels = speeds(results).axes
@@ -437,11 +462,12 @@ def test_the_plot_has_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> None
 
 
 def test_without_matplotlib_the_plot_is_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"fagen\[report\]"):
-        save_plot(hand_made(), tmp_path / "speeds.png")
+    assert cli.main(["bench", "--plot", "speeds.png"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert 'pip install "fagen[report]"' in err
 
 
 # ---- on a GPU ----
@@ -471,7 +497,7 @@ def test_each_peer_that_is_installed_is_called_right(
     seqlen_q, seqlen_k, heads = lengths
     problem = PROBLEM.model_copy(update={"causal": causal})
     shape = Shape(batch=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads, heads_kv=2)
-    x = room._Memory([room.Point(problem, shape)], 0).cut(problem, shape)
+    x = room._Memory([room.GridPoint(problem, shape)], 0).cut(problem, shape)
     assert room._Sample(x).why_wrong(adapted(name, x)(0)) is None
     assert PEERS[name].versions()
 
@@ -481,19 +507,18 @@ def test_each_peer_that_is_installed_is_called_right(
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_works_on_the_stream_that_it_is_given(name: str) -> None:
     """On another one its work would not be timed."""
-    from fagen.judge.bench import bench_of
     from fagen.judge.measure import time_call
 
     problem = Problem(dtype="bf16", head_dim=128)
     shape = standard_shape(128, 4096, 4096)
-    x = room._Memory([room.Point(problem, shape)], 0).cut(problem, shape)
-    timing = time_call(adapted(name, x), bench_of(0))
+    x = room._Memory([room.GridPoint(problem, shape)], 0).cut(problem, shape)
+    timing = time_call(adapted(name, x))
     assert shape.tflops(problem, timing.median_us) < 2000, "faster than any of these cards"
 
 
 @pytest.mark.gpu
 def test_a_run_with_and_without_the_lse() -> None:
-    results = bench(grid="C", seqlens=(512,), head_dims=(64,))
+    results = bench(grid="C", seqlens=(512,), head_dims=(64,), device_index=0)
     for timed in results.cells:
         assert not timed.failed
         assert timed.clock_mhz is not None

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import typer
 from records import H200, some_record
-from typer.main import get_command
 
 from fagen import __version__
 from fagen.cli import app as cli
@@ -41,6 +39,7 @@ from fagen.tuning.events import (
 from fagen.tuning.outcome import Measured, Tried
 from fagen.tuning.tasks import Task
 from fagen.tuning.tuner import TuneResult
+from fagen.tuning.worker import Worker
 
 
 class Ran(NamedTuple):
@@ -88,7 +87,10 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*EXPLAIN, "--head-dim", "512"), "256"),
         ((*EXPLAIN, "--head-dim", "many"), "integer"),
         ((*EXPLAIN, "--dtype", "fp64"), "'fp16' or 'bf16'"),
+        ((*EXPLAIN, "--heads", "6", "--heads-kv", "4"), "multiple of heads_kv"),
         ((*EXPLAIN, "--heads", "6", "--kv-heads", "4"), "multiple of heads_kv"),
+        ((*EXPLAIN, "--heads-kv", "4", "--kv-heads", "4"), "give only one"),
+        ((*TUNE, "--heads-kv", "4", "--kv-heads", "4"), "give only one"),
         ((*EXPLAIN, "--seqlen", "-1"), "seqlen_q"),
         ((*EXPLAIN, "--config", "no/such.yaml"), "no/such.yaml"),
         (("explain",), "--arch"),
@@ -97,11 +99,15 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*EMIT, "--set", "block_q=128"), "block_m, block_n, block_k"),
         ((*EMIT, "--set", "block_m"), "an axis and its value"),
         ((*EMIT, "--set", "=128"), "an axis and its value"),
-        ((*EMIT[:-1], __file__), "is no folder"),
+        ((*EMIT[:-1], __file__), "is not a folder"),
         ((*EMIT, "--set", "template=forward_sm70"), "forward_sm90"),
         ((*EMIT, "--format", "elf"), "cu, ptx, cubin"),
         (("emit", "--arch", "sm90", "--dtype", "bf16", "-o", "-"), "--head-dim"),
         (("emit", "--arch", "sm90"), "--out"),
+        (
+            ("emit", "--arch", "sm90", "--batch", "4", "--heads-kv", "7", "-o", "-"),
+            "--batch, --hea",
+        ),
         (("emit", "--arch", "sm90", "--batch", "4", "--kv-heads", "7", "-o", "-"), "--batch, --kv"),
         ((*TUNE, "--budget", "5x"), "90s, 5m or 1h"),
         ((*TUNE, "--budget", "0m"), "90s, 5m or 1h"),
@@ -122,23 +128,25 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE, "--compile-only", "--device", "0"), "leave out --device and --out"),
         (("tune",), "--arch"),
         ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
+        ((*FROM, "x.yaml", "--no-causal", "--heads-kv", "2"), "leave out --causal, --heads-kv"),
         ((*FROM, "x.yaml", "--no-causal", "--kv-heads", "2"), "leave out --causal, --kv-heads"),
         ((*FROM, "no/such.yaml"), "cannot read no/such.yaml"),
         ((*FROM, __file__), "test_cli.py"),
         ((*FROM, "/dev/zero"), "not a file of recorded calls"),
         (("bench", "--against", "fa9"), "fa3, fa4, cudnn, fa2, flex"),
         (("bench", "--from", "x.json", "--grid", "B", "--seqlen", "9"), "out --grid, --seqlen"),
-        (("bench", "--plot", "x.jpg"), "ends in .png"),
+        (("bench", "--plot", "x.jpg"), "ending in .png"),
         (("bench", "--grid", "D"), "allowed are A, B, C"),
-        (("bench", "--grid", "B", "--head-dim", "64"), "grid B has none"),
+        (("bench", "--grid", "B", "--head-dim", "64"), "grid B does not have"),
         (("bench", "--seqlen", ""), "512,2048,8192"),
         (("bench", "--seqlen", "32768"), "1 to 16384"),
         (("bench", "--from", "no.json"), "no.json"),
         (("bench",), "driver"),
         (("check", "--arch", "volta"), "sm80"),
-        (("verify",), "no CUDA device here"),
+        (("recheck",), "no CUDA device here"),
+        (("recheck",), "no CUDA device here to measure on; `fagen check`"),
+        (("recheck", "--arch", "sm90"), "device here to measure on; `fagen check"),
         (("verify",), "no CUDA device here to measure on; `fagen check`"),
-        (("verify", "--arch", "sm90"), "device here to measure on; `fagen check"),
         (("check", "--sample", "-1"), "--sample"),
         (("list", "--arch", "sm1"), "sm80"),
         (("lits",), "lits"),
@@ -173,56 +181,71 @@ def test_a_file_with_a_tag_is_refused_and_runs_nothing(fagen: Fagen, tmp_path: P
 
 def commands() -> dict[str, Any]:
     """Every command by its full name."""
-    root: Any = get_command(cli.app)
-    found = dict(root.commands)
-    groups = {name: command for name, command in found.items() if hasattr(command, "commands")}
-    for name, group in groups.items():
-        del found[name]
-        found |= {f"{name} {leaf}": command for leaf, command in group.commands.items()}
+    found: dict[str, Any] = {}
+    for name in cli.COMMANDS:
+        command = cli.load(name)
+        if hasattr(command, "commands"):
+            found |= {f"{name} {leaf}": each for leaf, each in command.commands.items()}
+        else:
+            found[name] = command
     return found
 
 
-def test_every_command_has_an_example() -> None:
-    assert commands().keys() == cli.EXAMPLES.keys()
-    assert all(cli.EXAMPLES.values())
+def test_every_module_of_a_command_is_a_command() -> None:
+    folder = Path(cli.__file__).parent / "commands"
+    assert {path.stem for path in folder.glob("[!_]*.py")} == cli.COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", cli.EXAMPLES)
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    assert str(cli.load(name).help).split("\n\n")[0].replace("\n", " ") == cli.COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", commands())
 def test_the_examples_stand_in_the_help_and_parse(fagen: Fagen, name: str) -> None:
     shown = fagen(*name.split(), "--help")
     assert shown.code == 0
-    for example in cli.EXAMPLES[name]:
+    examples = re.findall("`(fagen .*?)`", commands()[name].epilog)
+    assert examples
+    for example in examples:
         assert example in re.sub(r"\s+", " ", shown.out)
-        words = shlex.split(example)[1 + len(name.split()) :]
-        commands()[name].make_context(name, words)  # raises what a user would see
+        words = shlex.split(example)[1:]
+        assert words[: len(name.split())] == name.split()
+        commands()[name].make_context(name, words[len(name.split()) :])  # raises what a user sees
+
+
+def test_the_help_lists_every_command_and_no_old_name(fagen: Fagen) -> None:
+    shown = fagen("--help").out
+    assert re.findall(r"^│ ([a-z]+) ", shown, flags=re.MULTILINE) == list(cli.COMMANDS)
+    assert "--kv-heads" not in fagen("tune", "--help").out
 
 
 def test_the_contract_of_the_flags() -> None:
     """Names that scripts rely on."""
     wanted = {
         "tune": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
-        " --kv-heads --from --effort --trials --budget --sampler --seed --set --device"
+        " --heads-kv --kv-heads --from --effort --trials --budget --sampler --seed --set --device"
         " --storage --resume --out",
         "emit": "--arch --dtype --head-dim --causal --no-causal --set --format -o",
         "list": "--config --json",
         "explain": "--arch --dtype --head-dim --causal --no-causal --seqlen --batch --heads"
-        " --kv-heads",
+        " --heads-kv --kv-heads",
         "bench": "--json --readme --plot --from --grid --against --dtype --seqlen --head-dim",
         "check": "--arch",
-        "verify": "--arch --dtype --head-dim --causal --no-causal --config --storage --json",
+        "recheck": "--arch --dtype --head-dim --causal --no-causal --config --storage --json",
         "doctor": "",
     }
+    wanted["verify"] = wanted["recheck"]  # its old name
     for name, flags in wanted.items():
         there = {
             flag
-            for parameter in commands()[name].params
+            for parameter in cli.load(name).params
             for flag in (*parameter.opts, *parameter.secondary_opts)
         }
         assert set(flags.split()) <= there, name
 
 
 def test_defaults_and_choices_are_those_of_the_rooms() -> None:
-    """They are spelled out in the help, since `fagen --help` imports no room."""
     from fagen.show import bench, check, peers
     from fagen.tuning import tasks, tuner
     from fagen.tuning.search import loop as search
@@ -353,10 +376,11 @@ def test_check_counts_and_compiles(fagen: Fagen) -> None:
 
 @pytest.fixture
 def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """What `fagen verify` asks about; a record of head dim 64 is stale, the rest holds."""
+    """What `fagen recheck` asks about; a record of head dim 64 is stale, the rest holds."""
     asked: list[Record] = []
 
-    def recheck(records: list[Record], **_: Any) -> Iterator[Rechecked]:
+    def recheck(records: list[Record], worker: Worker, **_: Any) -> Iterator[Rechecked]:
+        assert isinstance(worker, Worker)
         asked.extend(records)
         for record in records:
             stale = record.problem.head_dim == 64
@@ -375,15 +399,16 @@ def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     return asked
 
 
-def test_verify_says_of_each_record_whether_it_holds(
-    fagen: Fagen, tmp_path: Path, rechecked: list[Record]
+@pytest.mark.parametrize("command", ["recheck", "verify"])
+def test_recheck_says_of_each_record_whether_it_holds(
+    fagen: Fagen, tmp_path: Path, rechecked: list[Record], command: str
 ) -> None:
     path = tmp_path / "records.yaml"
     problems = [
         Problem(dtype="bf16", head_dim=d, causal=c) for d in (64, 128) for c in (False, True)
     ]
     save_records(path, [some_record(p, default_config(p, H200)) for p in problems])
-    words = ("verify", "--config", str(path))
+    words = (command, "--config", str(path))
     code, out, err = fagen(*words)
     assert (code, err) == (1, "")
     *lines, summary = out.splitlines()
@@ -465,7 +490,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
     )
     assert code == 130
     assert out.splitlines()[-1] == (
-        f"interrupted; to go on: fagen {' '.join(TUNE)} --causal --budget 2m --trials 50"
+        f"interrupted; to continue: fagen {' '.join(TUNE)} --causal --budget 2m --trials 50"
         " --storage 'x y' --resume"
     )
     assert "own.yaml" in out
@@ -474,7 +499,7 @@ def test_interrupted_tune_keeps_the_best_and_says_how_to_go_on(
         "1 problem, 1 shape,",
         "A notice [with brackets].",
         "[1/1] forward_bf16_d64_causal: 10,000 configs of forward_sm90, 1,234 of them legal; "
-        "removed by rule: smem 8,700, turns 66; 7 known from before",
+        "removed by rule: smem 8,700, turns 66; 7 known from earlier runs",
         "1 of 50: best 200.0 us",
         "2 of 50: best 100.0 us",
         "rejected: 3 wrong",
@@ -545,11 +570,11 @@ def test_tune_takes_several_cards(
     assert scripted_tune[0]["devices"] == devices
 
 
-def test_tune_without_a_card_says_which_flags_mean_nothing(
+def test_tune_without_a_card_says_which_flags_have_no_effect(
     fagen: Fagen, scripted_tune: list[dict[str, Any]]
 ) -> None:
     err = fagen(*TUNE, "--causal", "--storage", "x", "--resume").err
-    assert "Nothing will be measured, so --storage, --resume mean nothing here." in err
+    assert "Nothing is measured here, so these have no effect: --storage, --resume." in err
     assert scripted_tune
 
 
@@ -594,12 +619,13 @@ def test_tune_takes_no_other_card_than_the_one_that_is_named(
     for chosen in ("1", "0,1"):
         code, _, err = fagen("tune", "--arch", "sm90", "--device", chosen)
         assert (code, len(err.splitlines())) == (2, 1)
-        assert "--device 1: no sm90 card" in err
+        assert "--device 1: not an sm90 card" in err
     assert not scripted_tune
 
 
+@pytest.mark.parametrize("heads_kv", ["--heads-kv", "--kv-heads"])
 def test_tune_takes_several_problems(
-    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fagen: Fagen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heads_kv: str
 ) -> None:
     seen: list[Task] = []
 
@@ -610,7 +636,8 @@ def test_tune_takes_several_problems(
 
     monkeypatch.setattr("fagen.tuning.tuner.tune", nothing)
     words = "tune --arch sm_90a --dtype fp16 --dtype bf16 --head-dim 64 --head-dim 40"
-    code, out, _ = fagen(*words.split(), "--seqlen", "100,1000", "--heads", "8", "--kv-heads", "2")
+    sizes = ("--seqlen", "100,1000", "--heads", "8", heads_kv, "2")
+    code, out, _ = fagen(*words.split(), *sizes)
     assert (code, out) == (0, "")
     assert {(t.problem.dtype, t.problem.head_dim, t.problem.causal) for t in seen} == {
         (dtype, head_dim, causal)
@@ -658,7 +685,7 @@ def test_tune_takes_what_a_program_called(
     assert options["tasks"] == [Task(problem, (shape,))]
     assert (options["trials"], options["budget_s"], options["out"]) == (50, 120, Path("o.yaml"))
     assert code == 130
-    assert f"--from {path} --trials 50" in out  # how to go on
+    assert f"--from {path} --trials 50" in out  # how to continue
 
 
 def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:
@@ -725,9 +752,3 @@ def test_ctrl_c_is_exit_code_130(fagen: Fagen, monkeypatch: pytest.MonkeyPatch) 
     code, out, err = fagen("doctor")
     assert code == 130
     assert "Traceback" not in out + err
-
-
-def test_errors_of_typer_are_known() -> None:
-    """The class that `main` catches is the one that typer's usage errors have as their root."""
-    assert issubclass(typer.BadParameter, cli._UsageError)
-    assert not issubclass(typer.Exit, cli._UsageError)

@@ -23,7 +23,7 @@ def test_the_folder_is_made_files_are_replaced_and_no_drafts_stay(tmp_path: Path
 
 def test_a_folder_and_a_file_in_each_others_place_are_the_callers_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="is no folder"):
+    with pytest.raises(ArgumentError, match="is not a folder"):
         write_files({"x.cu": ""}, tmp_path / "file")
     with pytest.raises(ArgumentError, match="is a folder"):
         write_file(tmp_path, "")

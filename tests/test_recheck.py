@@ -65,7 +65,7 @@ class Table(Worker):
 
 
 def run(worker: Worker, records: Sequence[Record] = (RECORD,), **options: Any) -> list[Rechecked]:
-    return list(recheck(records, worker=worker, processes=1, **options))
+    return list(recheck(records, worker, processes=1, **options))
 
 
 def test_a_record_that_nothing_beats_holds() -> None:
@@ -148,7 +148,7 @@ def test_on_a_device() -> None:
         some_record(PROBLEM, config, seqlen=seqlen, card=Card.of(device))
         for config, seqlen in ((best, 2048), (slow, 4096))
     ]
-    holds, stale = recheck(records)
+    holds, stale = recheck(records, Worker(0))
     assert holds.state == "holds", holds
     assert stale.state == "stale", stale
     assert stale.faster == str(best)

@@ -18,7 +18,7 @@ import pytest
 
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Shape
-from fagen.show.report import summarise
+from fagen.show.summary import summarise
 from fagen.tuning.objective import predicted
 from fagen.tuning.outcome import Outcome, Tried
 from fagen.tuning.search.legal import LegalSet

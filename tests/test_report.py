@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,20 +12,19 @@ import pytest
 
 from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES
-from fagen.errors import ArgumentError, MissingDependencyError
+from fagen.errors import ArgumentError
 from fagen.kernels import Sm90Forward
 from fagen.kernels.registry import default_config
 from fagen.problem import Problem, Shape
-from fagen.show.report import (
-    Report,
+from fagen.show.report import ReportFiles, report
+from fagen.show.results import Cell, Results
+from fagen.show.summary import (
     exp2_ceiling,
     importance,
-    points,
-    report,
+    roofline_points,
     summarise,
     tensor_ceiling,
 )
-from fagen.show.results import Cell, Results
 from fagen.tuning.outcome import Measured, Outcome, Rejected, Tried
 from fagen.tuning.search.legal import LegalSet
 from fagen.tuning.search.loop import Study
@@ -83,7 +81,7 @@ def keep(
     return study
 
 
-def check_files(written: Report, text: str) -> None:
+def check_files(written: ReportFiles, text: str) -> None:
     """Each plot is a PNG file, and stands in the page, which needs nothing from outside."""
     for path in written.plots:
         assert path.read_bytes().startswith(PNG)
@@ -164,7 +162,7 @@ def test_a_study_without_its_shape_gets_that_of_the_bucket(tmp_path: Path, legal
 
 def test_a_file_in_place_of_the_folder_shows_before_the_plots_are_drawn(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ArgumentError, match="is no folder"):
+    with pytest.raises(ArgumentError, match="is not a folder"):
         report(tmp_path / "no storage", tmp_path / "file")
 
 
@@ -231,8 +229,7 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
     assert summary is not None
     cells = tuple(
         Cell(
-            head_dim=128,
-            causal=True,
+            problem=PROBLEM,
             shape=SHAPE.model_copy(update={"seqlen_q": seqlen, "seqlen_k": seqlen}),
             us={"fagen": (1.0,), "fa3": (1.0,)},
             tflops={"fagen": 600.0, "fa3": float(seqlen)},
@@ -241,13 +238,13 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
         )
         for seqlen in (512, 4096)
     )
-    bench = Results(device=str(H200), date="", dtype="bf16", versions={}, absent={}, cells=cells)
-    found = {point.name: point.tflops for point in points(summary, bench)}
+    bench = Results(device=str(H200), date="", versions={}, absent={}, cells=cells)
+    found = {point.name: point.tflops for point in roofline_points(summary, bench)}
     assert found["FlashAttention-3"] == 4096
     assert found["winner"] == pytest.approx(SHAPE.tflops(PROBLEM, 500))
     assert "fagen" not in found
     elsewhere = bench.model_copy(update={"device": "NVIDIA L4 (58 SMs), sm89"})
-    assert "FlashAttention-3" not in {point.name for point in points(summary, elsewhere)}
+    assert "FlashAttention-3" not in {point.name for point in roofline_points(summary, elsewhere)}
 
 
 # ---- mistakes ----
@@ -261,7 +258,7 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
         (("--storage", "NOTES"), "no journal of trials"),
         (("--storage", "JOURNAL", "--study", "d64"), "no study 'd64'"),
         (("--storage", "JOURNAL", "--bench", "no.json"), "no.json"),
-        (("--storage", "JOURNAL", "-o", __file__), "is no folder"),
+        (("--storage", "JOURNAL", "-o", __file__), "is not a folder"),
         ((), "holds no studies"),
     ],
 )
@@ -289,11 +286,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], no_matplotlib: None
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "fagen\[report\]"'):
-        report(tmp_path / "trials.journal", tmp_path / "out")
+    assert cli.main(["report", "--help"]) == 0
+    capfd.readouterr()
+    assert cli.main(["report", "--storage", "trials.journal", "-o", "out"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert 'pip install "fagen[report]"' in err
 
 
 def test_the_command_says_what_it_wrote(

@@ -23,7 +23,7 @@ from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape, standard_shape
 from fagen.records.store import CONFIG_VARIABLE, Card, load_records, save_records
 from fagen.show.bench import HEAD_DIMS, SEQLENS
-from fagen.show.report import summarise
+from fagen.show.summary import summarise
 from fagen.tuning import candidates, finals, prediction
 from fagen.tuning import tuner as tuning
 from fagen.tuning.blocklist import Blocklist
@@ -787,7 +787,7 @@ def test_standard_tasks() -> None:
         assert [shape.seqlen_q for shape in task.shapes] == [512, 2048, 8192]
         assert len({shape.bucket() for shape in task.shapes}) == 3
         assert {shape.batch * shape.seqlen_q for shape in task.shapes} == {16384}
-    grouped = standard_tasks(seqlens=[100, 101, 4096], batch=1, heads=32, kv_heads=8)
+    grouped = standard_tasks(seqlens=[100, 101, 4096], batch=1, heads=32, heads_kv=8)
     assert [shape.seqlen_q for shape in grouped[0].shapes] == [101, 4096]  # one a bucket
     assert {shape.heads_kv for shape in grouped[0].shapes} == {8}
 

@@ -1,4 +1,4 @@
-"""What `fagen tune` shows while it runs: a bar on a terminal, plain lines elsewhere."""
+"""What `fagen tune` shows while it runs: a bar on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fagen.records.store import Record
 
-LINE_EVERY = 25  # trials, where no bar can be drawn
+LINE_EVERY = 25  # trials, if there is no bar
 
 
 def span(seconds: float) -> str:
@@ -45,13 +45,13 @@ def describe_best(problem: Problem, shape: Shape, best: Tried | None) -> str:
 
 
 def describe_rejections(rejections: Mapping[str, int]) -> str:
-    """How many fell at each hurdle; empty if none did."""
+    """How many were rejected, by kind; empty if none was."""
     counts = ", ".join(f"{count} {kind}" for kind, count in rejections.items() if count)
     return f"; rejected: {counts}" if counts else ""
 
 
 def describe_space(event: TaskStarted) -> str:
-    """The size of the space before and after its rules, and what each of them removes."""
+    """The size of the space before and after its rules, and how many each rule removes."""
     removed = sorted(event.removed.items(), key=lambda item: -item[1])
     rules = ", ".join(f"{rule} {count:,}" for rule, count in removed)
     return f"{event.points:,} configs of {event.template}, {event.configs:,} of them legal" + (
@@ -70,10 +70,10 @@ def describe_gain(records: Sequence[Record]) -> str | None:
 
 
 class TuneProgress:
-    """Takes the events of `tune`; a context manager.
+    """Shows the events of `tune`; a context manager.
 
     Args:
-        console: where to draw; a bar only if it is a terminal.
+        console: where to show them, with a bar if it is a terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -97,8 +97,8 @@ class TuneProgress:
             transient=True,
         )
         self._task = self._bar.add_task("starting", total=None, best="")
-        self._done: dict[Shape, int] = {}  # of the problem that is tuned now
-        self._started = (0.0, 0)  # when it began, and how many trials were done then
+        self._done: dict[Shape, int] = {}  # trials of the problem that is tuned now
+        self._started = (0.0, 0)  # when it began, and how many trials were done by then
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -147,7 +147,7 @@ class TuneProgress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _plain(self, line: str) -> None:
-        """A line that the bar makes needless."""
+        """Says what the bar shows anyway, if there is no bar."""
         if not self._console.is_terminal:
             self._say(line)
 
@@ -155,7 +155,7 @@ class TuneProgress:
         self._done = {}
         self._started = (time.monotonic(), event.resumed)
         name = f"[{event.number}/{event.total}] {event.task.problem}"
-        known = f"; {event.resumed} known from before" if event.resumed else ""
+        known = f"; {event.resumed} known from earlier runs" if event.resumed else ""
         self._bar.reset(
             self._task, total=None, description=name.replace("[", r"\["), best=f"{event.template}"
         )

@@ -86,10 +86,10 @@ def measure(
 
 def call_of(kernel: Executor, shape: Shape, bench: Bench) -> Call:
     """A launch of the kernel on `inputs.timing_tensors` of that shape."""
-    views = timing_tensors(bench, kernel.problem, shape).views
+    at = timing_tensors(bench, kernel.problem, shape)  # and so kept as long as the call is
 
     def call(stream: int) -> None:
-        bench.launch(kernel, shape, views, stream)
+        bench.launch(kernel, shape, at.views, stream)
 
     return call
 

@@ -1,7 +1,7 @@
 """fagen beside its peers, on one grid, in one run: what `fagen bench` measures.
 
-Each output is checked against float64 on sampled rows before it is timed; a wrong one is reported
-and not timed. Whoever raises an error is reported as well.
+Each output is checked against float64 on sampled rows before it is timed. A wrong output, or an
+error, is reported, and that contestant is not timed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,28 +19,31 @@ from fagen.dtypes import DTYPES
 from fagen.errors import ArgumentError, MissingDependencyError
 from fagen.judge import reference
 from fagen.problem import TOKENS, DtypeName, Problem, Shape, standard_shape
-from fagen.show.peers import PEERS, Call, Inputs
+from fagen.show.peers import PEERS, TORCH_DTYPE, Call, Inputs
 from fagen.show.results import Cell, Grid, Results
 from fagen.validation import as_argument_error
 
 if TYPE_CHECKING:
-    from fagen.kernels.registry import AnyConfig
-    from fagen.kernels.template import Template
+    from fagen.kernels.template import Config
     from fagen.records.store import Store
     from fagen.run.executor import TensorView
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
-DEFAULT_PEERS = ("fa3", "fa4", "cudnn", "fa2")  # flex compiles for each shape: seconds
-GRIDS: tuple[Grid, ...] = get_args(Grid)
+DEFAULT_PEERS = ("fa3", "fa4", "cudnn", "fa2")  # flex takes seconds to compile for each shape
+GRIDS: dict[Grid, str] = {
+    "A": "the standard shapes",
+    "B": "other head dims, grouped heads, a half-empty GPU, few queries",
+    "C": "A with and without the LSE, without peers",
+}
 SAMPLED_ROWS = 64
 
 
 # ---- grids ----
 
 
-class Point(NamedTuple):
-    """What is measured, and what sets its shape apart from the standard one."""
+class GridPoint(NamedTuple):
+    """What is measured, and how its shape differs from the standard one."""
 
     problem: Problem
     shape: Shape
@@ -52,11 +55,11 @@ def grid_points(
     dtype: str,
     seqlens: Sequence[int] | None = None,
     head_dims: Sequence[int] | None = None,
-) -> list[Point]:
+) -> list[GridPoint]:
     """The points of a grid.
 
-    - A and C: the standard shapes, of any lengths and head dims.
-    - B: other head dims, grouped heads, a half-empty GPU, few queries on many keys; lengths and
+    - A and C: the standard shapes, for any lengths and head dims.
+    - B: other head dims, grouped heads, a half-empty GPU, few queries with many keys; lengths and
       head dims choose among them.
 
     Raises:
@@ -82,7 +85,7 @@ def grid_points(
 
 def _squares(
     dtype: str, head_dims: Sequence[int], seqlens: Sequence[int], note: str = "", **sizes: int
-) -> list[Point]:
+) -> list[GridPoint]:
     return _points(dtype, head_dims, [(n, n) for n in seqlens], note, **sizes)
 
 
@@ -92,10 +95,10 @@ def _points(
     lengths: Sequence[tuple[int, int]],
     note: str,
     **sizes: int,
-) -> list[Point]:
-    """Full and causal, of these lengths of Q and K, and sizes as of `standard_shape`."""
+) -> list[GridPoint]:
+    """Full and causal points for pairs of lengths of Q and K; `sizes` go to `standard_shape`."""
     return [
-        Point(
+        GridPoint(
             Problem.model_validate({"dtype": dtype, "head_dim": head_dim, "causal": causal}),
             standard_shape(head_dim, seqlen_q, seqlen_k, **sizes),
             note,
@@ -110,9 +113,9 @@ def _points(
 
 
 class _Memory:
-    """Random normal numbers for Q, K and V: made once, cut into each point's shape."""
+    """Random normal numbers for Q, K and V, made once and cut to each point's shape."""
 
-    def __init__(self, points: Sequence[Point], device_index: int) -> None:
+    def __init__(self, points: Sequence[GridPoint], device_index: int) -> None:
         dice = np.random.default_rng(0)
         dtype = points[0].problem.dtype
         counts = [[math.prod(dims) for dims in _dims(p.problem, p.shape)] for p in points]
@@ -132,7 +135,7 @@ class _Memory:
                 return cupy.asarray(rounded)
         import torch
 
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        kind = getattr(torch, TORCH_DTYPE[dtype])
         bits = torch.from_numpy(rounded.view(np.int16))
         return bits.to(f"cuda:{self._device_index}").view(kind)
 
@@ -171,8 +174,8 @@ def _view(array: Any) -> TensorView:
     return TensorView.contiguous(pointer, tuple(array.shape))
 
 
-def _own(x: Inputs, config: AnyConfig, *, with_lse: bool = False) -> Call:
-    """A kernel of fagen's, launched without its Python front: host time is outside anyhow."""
+def _own(x: Inputs, config: Config, *, with_lse: bool = False) -> Call:
+    """A kernel of fagen's, launched without its Python front, since host time does not count."""
     import cupy
 
     from fagen.build.compile import compile_kernel
@@ -182,13 +185,14 @@ def _own(x: Inputs, config: AnyConfig, *, with_lse: bool = False) -> Call:
     bench = bench_of(x.device_index)
     kernel = Executor(compile_kernel(x.problem, config, bench.device.arch), x.problem, config)
     out = _empty_like(x.q)
-    views = {name: _view(array) for name, array in zip("qkvo", (x.q, x.k, x.v, out), strict=True)}
+    arrays = {"q": x.q, "k": x.k, "v": x.v, "o": out}
     if with_lse:
         with bench.use():
-            lse = cupy.empty((x.shape.batch, x.shape.heads_q, x.shape.seqlen_q), np.float32)
-        views["lse"] = _view(lse)
+            shape = (x.shape.batch, x.shape.heads_q, x.shape.seqlen_q)
+            arrays["lse"] = cupy.empty(shape, np.float32)
 
     def call(stream: int) -> Any:
+        views = {name: _view(array) for name, array in arrays.items()}
         bench.launch(kernel, x.shape, views, stream)
         return out
 
@@ -199,7 +203,10 @@ def _own(x: Inputs, config: AnyConfig, *, with_lse: bool = False) -> Call:
 
 
 class _Sample:
-    """Some rows of one head in float64, and how far from them a right output can be."""
+    """Some rows of one head in float64, and how far from them a right output can be.
+
+    Not `verify.judge`, whose limits on the RMS error and the LSE are for fagen's own kernels.
+    """
 
     def __init__(self, x: Inputs) -> None:
         dice = np.random.default_rng(1)
@@ -210,8 +217,8 @@ class _Sample:
         both = np.concatenate([v, np.abs(v)], axis=-1)
         answers, _ = reference.attention(q, k, both, causal=x.problem.causal, queries=self.rows)
         self.out, magnitude = np.split(answers[0, :, 0], 2, axis=-1)
-        # P and O are each rounded to the dtype once, by half an epsilon at the most; the factor
-        # 2 is for all that is float32.
+        # P and O are each rounded to the dtype once, by at most half an epsilon; the factor 2 is
+        # for everything in float32.
         self.allowed = 2 * x.problem.element.epsilon * magnitude + 1e-6
 
     def why_wrong(self, out: Any) -> str | None:
@@ -226,13 +233,13 @@ class _Sample:
 # ---- the run ----
 
 
-class _Bench:
+class _Run:
     """What the cells of one run share."""
 
     def __init__(
         self,
         grid: Grid,
-        points: Sequence[Point],
+        points: Sequence[GridPoint],
         peers: Sequence[str],
         store: Store | None,
         sm80_store: Store | None,
@@ -253,7 +260,7 @@ class _Bench:
     def memory(self) -> _Memory:
         return _Memory(self.points, self.device_index)
 
-    def cell(self, point: Point) -> Cell:
+    def cell(self, point: GridPoint) -> Cell:
         """Check and time every contestant on one point of the grid."""
         from fagen.judge.bench import bench_of
         from fagen.judge.measure import compare, read_clock
@@ -264,14 +271,13 @@ class _Bench:
         choice = choose(problem, shape, self.device, store=self.store)
         calls, failed = self._right_calls(x, choice.config)
         bench = bench_of(self.device_index)
-        read_clock(bench)  # what came before is not of this cell
+        read_clock(bench)  # forgets what came before this cell
         times = compare(calls, bench) if calls else {}
         clock_mhz = read_clock(bench) if calls else None
         tflops = {name: shape.tflops(problem, float(np.median(us))) for name, us in times.items()}
         limit = self.device.arch.mma_flops * self.device.sm_count * (clock_mhz or math.inf) * 1e-6
         return Cell(
-            head_dim=problem.head_dim,
-            causal=problem.causal,
+            problem=problem,
             shape=shape,
             note=note,
             us={name: tuple(round(t, 3) for t in us) for name, us in times.items()},
@@ -283,12 +289,12 @@ class _Bench:
             failed=failed,
         )
 
-    def _right_calls(self, x: Inputs, config: AnyConfig) -> tuple[dict[str, Call], dict[str, str]]:
-        """The calls of the contestants whose output is right, and what is wrong with others."""
+    def _right_calls(self, x: Inputs, config: Config) -> tuple[dict[str, Call], dict[str, str]]:
+        """The calls of the contestants whose output is right, and what is wrong with the others."""
         makers: dict[str, Callable[[], Call]] = {"fagen": lambda: _own(x, config)}
         if self.grid == "C":
             makers["fagen_lse"] = lambda: _own(x, config, with_lse=True)
-        elif config.template != (portable := self._portable(x.problem).NAME):
+        elif config.template != (portable := self._portable(x.problem)):
             makers["fagen_sm80"] = lambda: _own(x, self._best_of(portable, x.problem, x.shape))
         makers |= {name: partial(PEERS[name].adapt, x) for name in self.peers}
         sample = _Sample(x)
@@ -302,7 +308,7 @@ class _Bench:
                     raise
                 self.absent[name] = str(error)
                 continue
-            except Exception as error:  # a peer may raise anything where it does not fit
+            except Exception as error:  # a peer may raise anything if it does not take the input
                 if name not in PEERS:
                     raise
                 why_wrong = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -312,13 +318,13 @@ class _Bench:
                 calls[name] = call
         return calls, failed
 
-    def _portable(self, problem: Problem) -> Template:
-        """The template that runs on every architecture."""
+    def _portable(self, problem: Problem) -> str:
+        """The name of the template that runs on every architecture."""
         from fagen.kernels.registry import templates_for
 
-        return templates_for(problem.op, self.device.arch)[-1]
+        return templates_for(problem.op, self.device.arch)[-1].NAME
 
-    def _best_of(self, template: str, problem: Problem, shape: Shape) -> AnyConfig:
+    def _best_of(self, template: str, problem: Problem, shape: Shape) -> Config:
         """A template's best record for this card, or its default."""
         from fagen.kernels.registry import default_config
         from fagen.records.dispatch import tier_table
@@ -356,7 +362,7 @@ def bench(
     peers: Sequence[str] = DEFAULT_PEERS,
     store: Store | None = None,
     sm80_store: Store | None = None,
-    device_index: int = 0,
+    device_index: int,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Results:
     """Time fagen and its peers; on grid C, fagen with and without the LSE.
@@ -364,7 +370,8 @@ def bench(
     Args:
         grid, seqlens, head_dims: see `grid_points`.
         store: the records that fagen dispatches from.
-        sm80_store: the records of fagen's sm80 template, where it is not the dispatched one.
+        sm80_store: the records of fagen's sm80 template, if another is dispatched.
+        device_index: the CUDA device to measure on.
         progress: called with one line for every cell.
 
     Raises:
@@ -382,9 +389,9 @@ def bench(
     points = grid_points(chosen, dtype, seqlens, head_dims)
     if not points:
         raise ArgumentError(
-            "grid B has none of these lengths and head dims together: leave out one of them"
+            "grid B does not have these lengths with these head dims: leave out one of them"
         )
-    run = _Bench(chosen, points, peers, store, sm80_store, device_index)
+    run = _Run(chosen, points, peers, store, sm80_store, device_index)
     cells = []
     for point in points:
         cells.append(run.cell(point))
@@ -393,7 +400,6 @@ def bench(
         device=str(run.device),
         date=datetime.now(UTC).date().isoformat(),
         grid=chosen,
-        dtype=points[0].problem.dtype,
         versions=run.versions(),
         absent=run.absent,
         cells=tuple(cells),

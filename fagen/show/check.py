@@ -1,8 +1,8 @@
 """Is the space sound, and are the records? What `fagen check` reports.
 
 Without a device: how many points of each space every rule removes, whether a sample of the legal
-ones compiles, and whether each stored record is legal, compiles and is free of spills and of
-serialised wgmma. With one: also the verdict on every record's kernel.
+ones compiles, and whether each stored record is legal, compiles, does not spill and does not
+serialise wgmma. With a device: also the verdict on every record's kernel.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from fagen.records.store import Record, RecordFile
 
 HEAD_DIMS = (64, 128, 256)
+SAMPLE = 24  # legal configs that are compiled
 Job = tuple[Problem, AnyConfig]
 Progress = Callable[[int, int], None]  # kernels compiled, of how many
 
 
 class SpaceReport(BaseModel):
-    """The size of one template's space for one head dim on one card.
+    """The size of one template's space for one head dim on one device.
 
     Attributes:
         points: configs before any rule.
@@ -55,10 +56,10 @@ class SampleReport(BaseModel):
     """What the compiler said about legal configs.
 
     Attributes:
-        compiled: configs that were compiled.
+        compiled: how many were compiled.
         refused: one line for each that the compiler did not accept, which is a fault of fagen.
         slow: how many it accepted but warned about (spills, serialised wgmma), by reason; the
-            search refuses these.
+            search rejects these.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,16 +70,16 @@ class SampleReport(BaseModel):
 
 
 class RecordReport(BaseModel):
-    """What became of one stored record.
+    """Whether one stored record is sound.
 
     Attributes:
-        record: which one: its problem, bucket and device.
+        record: its problem, bucket and device.
         kind: "measured" or "predicted".
         config: its config in one line.
         fault: what is wrong with it, or None.
         registers: per thread, as compiled.
         smem_bytes: dynamic shared memory of a block.
-        verified: whether its kernel ran here and was right; None where no device of its
+        verified: whether its kernel ran here and was right; None if no device of its
             architecture is present.
     """
 
@@ -93,11 +94,11 @@ class RecordReport(BaseModel):
     verified: bool | None = None
 
 
-class Report(BaseModel):
+class CheckReport(BaseModel):
     """Everything that `check` found about one architecture.
 
     Attributes:
-        unreadable: where each record stands that this version cannot read, and why.
+        unreadable: where each record is that this version cannot read, and why.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,7 +117,7 @@ class Report(BaseModel):
 
 
 def measure_space(template: str, problem: Problem, device: Device) -> SpaceReport:
-    """Count what each rule removes from a template's space."""
+    """Counts what each rule removes from a template's space."""
     legal = LegalSet(problem, device, template)
     return SpaceReport(
         template=template,
@@ -151,7 +152,7 @@ def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
 
 def whole_space(device: Device) -> list[Job]:
     """Every legal (problem, config) pair of bf16 at the standard head dims: hundreds of
-    thousands, hours of compiling.
+    thousands, which take hours to compile.
     """
     problems = [
         Problem(dtype="bf16", head_dim=head_dim, causal=causal)
@@ -179,7 +180,7 @@ def _compile_all(
 
 
 def _why_refused(error: CompileError) -> str:
-    """The first line of the compiler's log that names an error, or else the error itself."""
+    """The first line of the compiler's log that names an error, or the error itself."""
     lines = [line for line in error.log.splitlines() if "error" in line or "fatal" in line]
     return lines[0] if lines else str(error).partition("\n")[0]
 
@@ -198,7 +199,7 @@ def _judge_sample(results: dict[Job, Compiled | CompileError]) -> SampleReport:
 def _judge_record(
     record: Record, device: Device, result: Compiled | CompileError | None, index: int | None
 ) -> RecordReport:
-    """Judge one record; `index` is the CUDA device to verify it on, or None."""
+    """Judges one record; `index` is the CUDA device to verify it on, or None."""
     verified = None
     fault = why_illegal(record.config, record.problem, device)
     if fault is None and isinstance(result, CompileError):
@@ -230,19 +231,19 @@ def check(
     arch: Architecture,
     files: Iterable[RecordFile],
     *,
-    sample: int = 24,
+    sample: int = SAMPLE,
     everything: bool = False,
     device: Device | None = None,
     device_index: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Report:
-    """Check one architecture's spaces and stored records.
+) -> CheckReport:
+    """Checks one architecture's spaces and stored records.
 
     Args:
-        files: of the stored records; those of another architecture are left out.
+        files: the stored records; those of another architecture are left out.
         sample: how many legal configs to compile.
         everything: compile all of them instead.
-        device: the card whose limits apply; a typical one of the architecture if None.
+        device: the device whose limits apply; a typical one of the architecture if None.
         device_index: the CUDA device to run the records' kernels on; None runs nothing.
         progress: called with (compiled, of how many) after every kernel.
     """
@@ -262,7 +263,7 @@ def check(
         if why_illegal(record.config, record.problem, device) is None
     ]
     results = _compile_all(list(dict.fromkeys([*sampled, *wanted])), arch, progress)
-    return Report(
+    return CheckReport(
         arch=arch.name,
         spaces=spaces,
         sample=_judge_sample({job: results[job] for job in sampled}),

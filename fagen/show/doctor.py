@@ -25,10 +25,10 @@ class Finding(BaseModel):
 
     Attributes:
         what: the thing that was looked at.
-        status: "ok"; "warn" where something optional is missing; "fail" where compiling kernels
-            is impossible without it.
+        status: "ok"; "warn" if something optional is missing; "fail" if no kernel can be compiled
+            without it.
         found: what is there, or what went wrong.
-        fix: the line that mends it, where there is one.
+        fix: the line that fixes it, if there is one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,7 +101,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(count):
         try:
             card = driver.query_device(index)
-        except FagenError as error:  # too old a card says nothing about the others
+        except FagenError as error:  # a card that is too old does not rule out the others
             yield Finding(what=f"GPU {index}", status="warn", found=_first_line(error))
         else:
             yield Finding(what=f"GPU {index}", status="ok", found=str(card))
@@ -118,7 +118,7 @@ def _cache() -> Iterator[Finding]:
     except FagenError as error:
         yield Finding(what="cache", status="fail", found=_first_line(error), fix=fix)
     except OSError as error:
-        found = f"{folder}: {error.strerror}: kernels are compiled anew in each process"
+        found = f"{folder}: {error.strerror}: each process compiles its kernels again"
         yield Finding(what="cache", status="warn", found=found, fix=fix)
     else:
         yield Finding(what="cache", status="ok", found=f"{folder}, private to you")
@@ -168,7 +168,7 @@ def _optional() -> Iterator[Finding]:
     yield Finding(
         what="nvcc",
         status="ok",
-        found=shutil.which("nvcc") or "not found (optional: only emitted .cu files want it)",
+        found=shutil.which("nvcc") or "not found (optional: only emitted .cu files need it)",
     )
 
 

@@ -1,13 +1,13 @@
 """The other attention kernels that `fagen bench` runs: one cell's inputs -> the call to time.
 
-An adapter raises MissingDependencyError where its package is not installed, and whatever the
-package raises where that does not take the problem.
+An adapter raises MissingDependencyError if its package is not installed, and whatever the package
+raises if that does not take the problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
@@ -17,12 +17,17 @@ from fagen.errors import MissingDependencyError
 from fagen.problem import Problem, Shape
 
 Call = Callable[[int], Any]  # takes the raw CUDA stream, returns O (batch, seqlen, heads, head_dim)
+TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Q, K and V of one cell, contiguous (batch, seqlen, heads, head_dim) arrays, torch's if it
-    is installed and CuPy's if not, with the float32 copies on the host that they were made from.
+    """Q, K and V of one cell.
+
+    Attributes:
+        q, k, v: contiguous, (batch, seqlen, heads, head_dim); torch tensors if torch is installed,
+            CuPy arrays otherwise.
+        host: their values on the host, in float32.
     """
 
     problem: Problem
@@ -50,8 +55,8 @@ class Peer:
 
     Attributes:
         title: its name in tables.
-        package: what `pip install` takes to bring it.
-        adapt: its call for some inputs.
+        package: what `pip install` needs to install it.
+        adapt: inputs -> the call on them.
     """
 
     title: str
@@ -59,7 +64,7 @@ class Peer:
     adapt: Callable[[Inputs], Call]
 
     def versions(self) -> dict[str, str]:
-        """Of its package, where one of that name is installed; torch brings cuDNN."""
+        """The version of its package, if installed under that name; with torch, cuDNN's too."""
         name = self.package.partition("[")[0]
         found = {}
         with suppress(metadata.PackageNotFoundError):  # built from source under another name
@@ -84,7 +89,7 @@ def load(module: str, package: str) -> Any:
 
 
 def _on_stream(call: Callable[[], Any], device_index: int) -> Call:
-    """A torch call, on a raw stream, its result alone (some return the LSE beside it)."""
+    """A torch call on a raw stream; returns O alone, even if the call also returns the LSE."""
     import torch
 
     def on_stream(stream: int) -> Any:
@@ -103,22 +108,79 @@ def _flash_attn(x: Inputs, module: str, package: str) -> Call:
     return _on_stream(lambda: function(x.q, x.k, x.v, causal=x.problem.causal), x.device_index)
 
 
-def _sdpa(x: Inputs, backend: str, mask: Any = None) -> Call:
-    """One backend of torch's scaled_dot_product_attention, which wants (batch, heads, ...)."""
+def sdpa_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    device_index: int,
+    backend: str | None = None,
+    mask: Any = None,
+) -> Call:
+    """torch's scaled_dot_product_attention.
+
+    Args:
+        q, k, v: torch tensors, (batch, seqlen, heads, head_dim).
+        causal: whether to use torch's own causal mask, which is aligned top-left.
+        backend: a name of torch.nn.attention.SDPBackend; torch picks one if None.
+        mask: a mask of torch's instead.
+
+    Raises:
+        MissingDependencyError: without torch.
+    """
     torch = load("torch", "torch")
-    attention = load("torch.nn.attention", "torch")
-    choice = getattr(attention.SDPBackend, backend)
-    q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
-    causal = x.problem.causal and mask is None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # it takes (batch, heads, ...)
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
+    if q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True  # unknown before torch 2.5
+    chosen: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if backend is not None:
+        attention = load("torch.nn.attention", "torch")
+        chosen = partial(attention.sdpa_kernel, getattr(attention.SDPBackend, backend))
 
     def call() -> Any:
-        with attention.sdpa_kernel(choice):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=x.grouped
-            )
-        return out.transpose(1, 2)
+        with chosen():
+            return attend(q, k, v, **options).transpose(1, 2)
 
-    return _on_stream(call, x.device_index)
+    return _on_stream(call, device_index)
+
+
+def torch_baseline(problem: Problem, shape: Shape, device_index: int) -> Call | None:
+    """torch's own attention on random inputs, by the backend that it picks.
+
+    None if torch is not installed, or cannot answer: its causal mask is aligned top-left, its
+    fallback may need more memory than there is.
+    """
+    if problem.causal and shape.seqlen_q != shape.seqlen_k:
+        return None
+    try:
+        torch = load("torch", "torch")
+    except MissingDependencyError:
+        return None
+    options = {
+        "dtype": getattr(torch, TORCH_DTYPE[problem.dtype]),
+        "device": f"cuda:{device_index}",
+    }
+    q_dims = (shape.batch, shape.seqlen_q, shape.heads_q, problem.head_dim)
+    kv_dims = (shape.batch, shape.seqlen_k, shape.heads_kv, problem.head_dim)
+    try:
+        q, k, v = (torch.randn(dims, **options) for dims in (q_dims, kv_dims, kv_dims))
+        call = sdpa_call(q, k, v, causal=problem.causal, device_index=device_index)
+        torch.cuda.synchronize(device_index)
+        call(torch.cuda.Stream(device_index).cuda_stream)
+        torch.cuda.synchronize(device_index)
+    except (RuntimeError, TypeError):  # out of memory; no grouped heads before torch 2.5
+        return None
+    return call
+
+
+def _sdpa(x: Inputs, backend: str, mask: Any = None) -> Call:
+    causal = x.problem.causal and mask is None
+    return sdpa_call(
+        x.q, x.k, x.v, causal=causal, device_index=x.device_index, backend=backend, mask=mask
+    )
 
 
 def _fa2(x: Inputs) -> Call:
@@ -132,16 +194,14 @@ def _fa2(x: Inputs) -> Call:
 def _cudnn(x: Inputs) -> Call:
     load("torch", "torch")
     if x.causal_offset:
-        raise NotImplementedError(
-            "torch asks cuDNN for causal masks that are aligned top-left only"
-        )
+        raise NotImplementedError("torch gives cuDNN only causal masks that are aligned top-left")
     return _sdpa(x, "CUDNN_ATTENTION")
 
 
 def _flex(x: Inputs) -> Call:
     torch = load("torch", "torch")
     flex = load("torch.nn.attention.flex_attention", "torch")
-    # It compiles for each shape, and after eight of them torch would run it uncompiled.
+    # It compiles for each shape, and after eight shapes torch would run it uncompiled.
     torch.compiler.reset()
     attend = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
     q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))

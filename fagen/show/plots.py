@@ -1,29 +1,40 @@
-"""The drawings of a report, each a function from a study's summary to a figure.
+"""Summaries of studies, and results of the benchmark -> figures.
 
-Colours are those of Okabe and Ito, which colour-blind eyes tell apart; what matters differs in
-its marker as well.
+Colours are those of Okabe and Ito, which colour-blind eyes tell apart; what matters also has a
+marker of its own. Importing this raises MissingDependencyError if matplotlib is not installed.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
-from fagen.show.report import exp2_ceiling, tensor_ceiling, varied_axes
-from fagen.show.results import TITLES, length_name
+from fagen.device import Device
+from fagen.errors import MissingDependencyError
+from fagen.files import write_file
+from fagen.show.results import TITLES, Cell, Results, length_name
+from fagen.show.summary import (
+    RooflinePoint,
+    Summary,
+    exp2_ceiling,
+    tensor_ceiling,
+    varied_axes,
+)
+from fagen.tuning.outcome import Tried
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+except ImportError:
+    raise MissingDependencyError('the plots need matplotlib: pip install "fagen[report]"') from None
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-
-    from fagen.device import Device
-    from fagen.show.report import Point, Summary
-    from fagen.show.results import Results
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#6b6b6b"
@@ -75,24 +86,18 @@ def _microseconds(axis: Axis) -> None:
     axis.set_major_formatter(ScalarFormatter())
 
 
-def _mark(axes: Axes, summary: Summary, x: dict[str, float], y: dict[str, float]) -> None:
-    """Default and winner over a cloud of trials."""
-    for name, tried in (("default", summary.default), ("winner", summary.winner)):
-        if tried is not None:
-            label = f"{name}, {tried.time_us:.1f} µs"
-            axes.scatter(x[name], y[name], label=label, **MARKS[name])
-
-
-def _both(summary: Summary) -> dict[str, Any]:
-    pairs = (("default", summary.default), ("winner", summary.winner))
-    return {name: tried for name, tried in pairs if tried is not None}
+def _mark(axes: Axes, summary: Summary, place: Callable[[Tried], float]) -> None:
+    """Marks default and winner in a cloud of trials: their times over their places."""
+    for name, tried in summary.marked.items():
+        label = f"{name}, {tried.time_us:.1f} µs"
+        axes.scatter(place(tried), tried.time_us, label=label, **MARKS[name])
 
 
 # ---- one study ----
 
 
 def history(summary: Summary) -> Figure:
-    """Time of each trial and the best so far; rejections stand on a line of their own."""
+    """Time of each trial and the best so far; rejections are on a line of their own."""
     figure, axes = _new(summary.title)
     times = [tried.time_us for tried in summary.tried]  # infinite for a rejection
     numbers = np.arange(1, len(times) + 1)
@@ -103,8 +108,7 @@ def history(summary: Summary) -> Figure:
         axes.scatter(numbers[kept], np.array(times)[kept], label="measured", **MARKS["trial"])
         best = np.minimum.accumulate(times)
         axes.step(numbers, best, where="post", color=BLUE, linewidth=1.6, label="best so far")
-        where = {name: float(summary.tried.index(t) + 1) for name, t in _both(summary).items()}
-        _mark(axes, summary, where, {name: t.time_us for name, t in _both(summary).items()})
+        _mark(axes, summary, lambda tried: summary.tried.index(tried) + 1)
         axes.set_ylabel("time of one call (µs, log scale)")
         axes.set_yscale("log")
         axes.margins(y=0.09)
@@ -174,9 +178,7 @@ def _slice(axes: Axes, summary: Summary, axis: str, values: list[Any]) -> None:
     medians = [float(np.median(times[places == place])) for place in range(len(values))]
     middle = np.arange(len(values))
     axes.hlines(medians, middle - 0.3, middle + 0.3, color="black", linewidth=1.5, label="median")
-    marked = _both(summary)
-    x = {name: float(values.index(getattr(t.config, axis))) for name, t in marked.items()}
-    _mark(axes, summary, x, {name: t.time_us for name, t in marked.items()})
+    _mark(axes, summary, lambda tried: values.index(getattr(tried.config, axis)))
     crowded = len(values) > 8
     names = [("no", "yes")[v] if isinstance(v, bool) else str(v) for v in values]
     axes.set_xticks(middle, names, fontsize=7 if crowded else 8, rotation=90 if crowded else 0)
@@ -195,13 +197,7 @@ def prediction(summary: Summary) -> Figure:
     ends = [min(both) / 1.05, max(both) * 1.05]
     axes.plot(ends, ends, color=GREY, linewidth=1, linestyle="--", label="predicted = measured")
     axes.scatter(summary.predicted_us, times, label="measured", **MARKS["trial"])
-    marked = _both(summary)
-    _mark(
-        axes,
-        summary,
-        {name: predicted[tried.config] for name, tried in marked.items()},
-        {name: tried.time_us for name, tried in marked.items()},
-    )
+    _mark(axes, summary, lambda tried: predicted[tried.config])
     axes.set_xlabel("predicted time (µs, log scale)")
     axes.set_ylabel("measured time (µs, log scale)")
     axes.set(xscale="log", yscale="log")
@@ -212,7 +208,7 @@ def prediction(summary: Summary) -> Figure:
 
 
 def rejections(summary: Summary) -> Figure:
-    """Bars: how many candidates fell at each hurdle."""
+    """Bars: how many trials were rejected for each kind of reason."""
     counts = {kind: reasons.total() for kind, reasons in reversed(summary.rejections.items())}
     total = sum(counts.values())
     figure, axes = _new(
@@ -231,17 +227,17 @@ def rejections(summary: Summary) -> Figure:
 # ---- rooflines ----
 
 
-def roofline(summary: Summary, points: Sequence[Point]) -> Figure:
-    """TFLOP/s against intensity: the card's ceilings and everybody's point."""
+def roofline(summary: Summary, points: Sequence[RooflinePoint]) -> Figure:
+    """TFLOP/s against intensity: the device's ceilings and a point for each contestant."""
     device = summary.device
-    assert device is not None, "a roofline needs a known card"
+    assert device is not None, "a roofline needs a known device"
     figure, axes = _new(f"{summary.title} on {device.name}", (6.4, 4.8))
     tensor = tensor_ceiling(device, summary.template)
     intensities = [point.intensity for point in points]
     _ceilings(axes, device, tensor, intensities)
     exp2 = exp2_ceiling(device, summary.problem.head_dim)
     if exp2 < 1.6 * tensor:
-        label = f"exp2 units, one a score: {exp2:.0f}"
+        label = f"exp2 units, one per score: {exp2:.0f}"
         axes.axhline(exp2, color=GREY, linestyle=":", linewidth=1.3, label=label)
     peers = 0
     for point in points:
@@ -256,7 +252,7 @@ def roofline(summary: Summary, points: Sequence[Point]) -> Figure:
 
 
 def roofline_of_card(device: Device, summaries: Sequence[Summary]) -> Figure:
-    """The same for all studies of a card: each a line from its default up to its winner."""
+    """All studies of a device: each a line from its default up to its winner."""
     figure, axes = _new(f"{device}: winners, and the defaults they start from", (8.4, 5.0))
     tensor = max(tensor_ceiling(device, summary.template) for summary in summaries)
     _ceilings(axes, device, tensor, [summary.intensity for summary in summaries])
@@ -283,57 +279,6 @@ def roofline_of_card(device: Device, summaries: Sequence[Summary]) -> Figure:
         axes.scatter(x, top, s=45, marker=mark, color=colour, edgecolors="white", label=new)
     axes.plot([], [], "_", color=GREY, markersize=9, label="the template's default")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
-    return figure
-
-
-# ---- the benchmark ----
-
-
-def speeds(results: Results) -> Figure:
-    """TFLOP/s over the sequence length: a row of panels for each head dim, full and causal."""
-    rows = list(dict.fromkeys((cell.head_dim, cell.note) for cell in results.cells))
-    masks = sorted({cell.causal for cell in results.cells})
-    lengths = sorted({cell.shape.seqlen_q for cell in results.cells})
-    figure = Figure(figsize=(4.2 * len(masks), 2.3 * len(rows) + 0.9), layout="constrained")
-    panels = figure.subplots(len(rows), len(masks), sharex=True, sharey="row", squeeze=False)
-    figure.suptitle(f"Forward, {results.dtype}, {results.device}", fontsize=11)
-    names = ("fagen", *results.rivals)
-    palette = dict(zip(names, (RED, *PEER_COLOURS, ORANGE), strict=False))
-    markers = dict(zip(names, ("o", *PEER_MARKS, "X"), strict=False))
-    for (head_dim, note), row in zip(rows, panels, strict=True):
-        for causal, panel in zip(masks, row, strict=True):
-            _plain(panel)
-            cells = sorted(
-                (
-                    c
-                    for c in results.cells
-                    if (c.head_dim, c.note, c.causal) == (head_dim, note, causal)
-                ),
-                key=lambda cell: cell.shape.seqlen_q,
-            )
-            panel.set_title(cells[0].row if cells else "", fontsize=9)
-            for name in names:
-                ran = [cell for cell in cells if name in cell.tflops]
-                panel.plot(
-                    [cell.shape.seqlen_q for cell in ran],
-                    [cell.tflops[name] for cell in ran],
-                    label=TITLES[name],
-                    color=palette[name],
-                    marker=markers[name],
-                    markersize=4,
-                    linewidth=2 if name == "fagen" else 1.2,
-                    zorder=3 if name == "fagen" else 2,
-                )
-    for panel in panels[:, 0]:
-        panel.set_ylabel("TFLOP/s", fontsize=9)
-        panel.set_ylim(bottom=0)
-    for panel in panels[-1]:
-        panel.set_xlabel("sequence length", fontsize=9)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(lengths, [length_name(length) for length in lengths])
-        panel.xaxis.set_minor_locator(NullLocator())
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
@@ -366,3 +311,65 @@ def _ceilings(axes: Axes, device: Device, tensor: float, intensities: Sequence[f
     axes.set_ylim(0, tensor * 1.12)
     axes.set_xlabel("arithmetic intensity (FLOP per byte of device memory, log scale)")
     axes.set_ylabel("speed (TFLOP/s)")
+
+
+# ---- the benchmark ----
+
+
+def speeds(results: Results) -> Figure:
+    """TFLOP/s over the sequence length: a row of panels for each head dim, full and causal."""
+    rows = list(dict.fromkeys((cell.problem.head_dim, cell.note) for cell in results.cells))
+    masks = sorted({cell.problem.causal for cell in results.cells})
+    lengths = sorted({cell.shape.seqlen_q for cell in results.cells})
+    figure = Figure(figsize=(4.2 * len(masks), 2.3 * len(rows) + 0.9), layout="constrained")
+    panels = figure.subplots(len(rows), len(masks), sharex=True, sharey="row", squeeze=False)
+    figure.suptitle(f"{results.operation}, {results.dtype}, {results.device}", fontsize=11)
+    for (head_dim, note), row in zip(rows, panels, strict=True):
+        for causal, panel in zip(masks, row, strict=True):
+            wanted = (head_dim, note, causal)
+            cells = [
+                cell
+                for cell in results.cells
+                if (cell.problem.head_dim, cell.note, cell.problem.causal) == wanted
+            ]
+            _speed_panel(panel, results, sorted(cells, key=lambda cell: cell.shape.seqlen_q))
+    for panel in panels[:, 0]:
+        panel.set_ylabel("TFLOP/s", fontsize=9)
+        panel.set_ylim(bottom=0)
+    for panel in panels[-1]:
+        panel.set_xlabel("sequence length", fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [length_name(length) for length in lengths])
+        panel.xaxis.set_minor_locator(NullLocator())
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def _speed_panel(axes: Axes, results: Results, cells: Sequence[Cell]) -> None:
+    """A line for each contestant over the cells of one row, the shortest first."""
+    _plain(axes)
+    axes.set_title(cells[0].row if cells else "", fontsize=9)
+    names = ("fagen", *results.rivals)
+    marks = zip((RED, *PEER_COLOURS, ORANGE), ("o", *PEER_MARKS, "X"), strict=True)
+    for name, (colour, marker) in zip(names, marks, strict=False):
+        ran = [cell for cell in cells if name in cell.tflops]
+        axes.plot(
+            [cell.shape.seqlen_q for cell in ran],
+            [cell.tflops[name] for cell in ran],
+            label=TITLES[name],
+            color=colour,
+            marker=marker,
+            markersize=4,
+            linewidth=2 if name == "fagen" else 1.2,
+            zorder=3 if name == "fagen" else 2,
+        )
+
+
+def save_plot(results: Results, path: Path) -> None:
+    """Draws `speeds` as a PNG file.
+
+    Raises:
+        ArgumentError, WriteError: as `files.write_file` does.
+    """
+    write_file(path, png(speeds(results)))

@@ -1,7 +1,7 @@
-"""Records, a device -> do they still hold? What `fagen verify` reports.
+"""Records, a device -> do they still hold? What `fagen recheck` reports.
 
 Each record's kernel is verified again and timed side by side with its runners-up: the best of the
-kept study, the template's default, and what is on record for the nearest buckets of its problem.
+kept study, the template's default, and the records of the nearest buckets of its problem.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ State = Literal["holds", "stale", "wrong"]
 
 
 class Rechecked(BaseModel):
-    """What became of one record.
+    """Whether one record still holds.
 
     Attributes:
-        record: which one: its problem, bucket and device.
+        record: its problem, bucket and device.
         config: its config in one line.
         state: "holds": nothing that was tried is faster; "stale": something is, by more than 1 %;
             "wrong": its kernel fails, or gives wrong numbers.
         reason: one line; empty if it holds.
-        rivals: how many it was timed with, 0 if it is wrong.
-        recorded_us: the time on record in microseconds; median_us: that of today.
-        faster: the config that is faster, if it is stale.
-        ratio: today's time over that of `faster`.
+        rivals: how many configs it was timed with; 0 if it is wrong.
+        recorded_us, median_us: the time on record, and the time now, in microseconds.
+        faster: the faster config, if it is stale.
+        ratio: the time now over that of `faster`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,26 +64,25 @@ class Rechecked(BaseModel):
 
 def recheck(
     records: Sequence[Record],
+    worker: Worker,
     *,
-    device_index: int = 0,
     storage: str | Path | None = None,
     processes: int | None = None,
     on_notice: Callable[[Notice], object] = lambda notice: None,
-    worker: Worker | None = None,
 ) -> Iterator[Rechecked]:
-    """Measures records again, those of other devices and predictions left out.
+    """Measures records again, without predictions and those of other devices.
 
     Args:
+        worker: measures, on its device; it is closed in the end.
         storage: where the studies are kept; `default_storage` if None, which need not exist.
-        processes: that compile; one per available CPU if None.
-        on_notice: told if kernels are, or come to be, on the blocklist.
-        worker: that measures, instead of one for `device_index`.
+        processes: how many compile; one per available CPU if None.
+        on_notice: called if kernels are on the blocklist, or get there.
 
     Raises:
-        DeviceError: if there is no device.
+        DeviceError: if the worker has no device.
         ArgumentError: if no record was measured on it, or there is no such storage.
     """
-    with worker or Worker(device_index) as running:
+    with worker as running:
         device = running.describe_device().device
         mine = [r for r in records if r.measured and r.device.key == device.key]
         if not mine:
@@ -109,7 +108,7 @@ def recheck(
 def _rivals(
     record: Record, records: Iterable[Record], kept: Iterable[KeptStudy], device: Device
 ) -> list[AnyConfig]:
-    """What a record is compared with, without itself."""
+    """What a record is compared with, itself not included."""
     problem, template = record.problem, record.config.template
     prefix = study_name(device, problem, record.shape, template) + " "
     tried = [each for study in kept if study.name.startswith(prefix) for each in study.tried]

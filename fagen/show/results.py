@@ -1,4 +1,4 @@
-"""What `fagen bench` found: its JSON file, its table and its plot."""
+"""What `fagen bench` found: its JSON file and its table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fagen.errors import ArgumentError
 from fagen.files import write_file
-from fagen.problem import HIDDEN, TOKENS, DtypeName, Shape
+from fagen.problem import HIDDEN, TOKENS, Problem, Shape
 from fagen.show.peers import PEERS
 from fagen.tuning.finals import CONFIDENCE, Ratio, fastest, paired_ratio
 
@@ -29,19 +29,18 @@ class Cell(BaseModel):
     """One point of the grid.
 
     Attributes:
-        note: what sets its shape apart from 16k tokens of hidden size 2048.
-        us: of each contestant that ran and was right, its time of each round in microseconds.
+        note: how its shape differs from the standard one.
+        us: for each contestant that ran and was right, its time in each round in microseconds.
         tflops: 1e12 floating-point operations per second, from the median round.
         clock_mhz: the SM clock meanwhile, in MHz; None if it was not noted.
         tensor_share: `tflops` over what the tensor cores could do at that clock.
-        config, tier: what fagen dispatched, and from where.
+        config, tier: what fagen dispatched, and from which tier.
         failed: contestants that raised an error or were wrong, with the reason.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    head_dim: int
-    causal: bool
+    problem: Problem
     shape: Shape
     note: str = ""
     us: dict[str, tuple[float, ...]]
@@ -52,31 +51,18 @@ class Cell(BaseModel):
     tier: str
     failed: dict[str, str] = {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_file(cls, data: Any) -> Any:
-        """Takes a cell that has a square shape and knows the medians only: they are one round."""
-        match data:
-            case {"seqlen": n, "heads": h, "batch": b, "us": dict(us), "spread": _, **rest}:
-                shape = {"batch": b, "seqlen_q": n, "seqlen_k": n, "heads_q": h, "heads_kv": h}
-                return rest | {"shape": shape, "us": {name: [time] for name, time in us.items()}}
-        return data
-
-    @property
-    def mask(self) -> str:
-        """causal or full."""
-        return "causal" if self.causal else "full"
-
     @property
     def row(self) -> str:
-        """What it shares with the other lengths of its row of the table."""
-        return f"head dim {self.head_dim}, {self.mask}" + (f", {self.note}" if self.note else "")
+        """What the cells of one row of the table have in common."""
+        note = f", {self.note}" if self.note else ""
+        return f"head dim {self.problem.head_dim}, {self.problem.mask}{note}"
 
     @property
     def name(self) -> str:
         """The cell in a few words."""
         note = f", {self.note}" if self.note else ""
-        return f"d{self.head_dim} {self.mask} {length_name(self.shape.seqlen_q)}{note}"
+        length = length_name(self.shape.seqlen_q)
+        return f"d{self.problem.head_dim} {self.problem.mask} {length}{note}"
 
     def fastest(self, names: Sequence[str]) -> str | None:
         """The contestant with the lowest median time; None if none of them ran."""
@@ -84,7 +70,7 @@ class Cell(BaseModel):
         return fastest([self.us], ran) if ran else None
 
     def ratio(self, contestant: str, others: Sequence[str]) -> Ratio | None:
-        """Speed of a contestant over the fastest of others; None where either is missing."""
+        """Speed of a contestant over the fastest of others; None if either is missing."""
         rival = self.fastest(others)
         if rival is None or contestant not in self.us:
             return None
@@ -100,6 +86,7 @@ class Results(BaseModel):
         grid: which shapes, see `bench.grid_points`.
         versions: of fagen, the driver, NVRTC and each peer that ran.
         absent: peers that are not installed, with the line that installs them.
+        cells: one for each point; they share operation and dtype.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,10 +94,28 @@ class Results(BaseModel):
     device: str
     date: str
     grid: Grid = "A"
-    dtype: DtypeName
     versions: dict[str, str]
     absent: dict[str, str]
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_an_older_file(cls, data: Any) -> Any:
+        """Reads files whose dtype stands beside the cells, not in their problems."""
+        match data:
+            case {"dtype": dtype, "cells": [*cells], **rest}:
+                return rest | {"cells": [_older_cell(cell, dtype) for cell in cells]}
+        return data
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of all cells."""
+        return self.cells[0].problem.dtype
+
+    @property
+    def operation(self) -> str:
+        """The operation of all cells, for titles: "Forward"."""
+        return self.cells[0].problem.op.capitalize()
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -120,16 +125,16 @@ class Results(BaseModel):
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """Whom fagen is compared with: on grid C itself, with the LSE."""
+        """What fagen is compared with: on grid C, itself with the LSE."""
         return ("fagen_lse",) if self.grid == "C" else self.peers
 
     def ratios(self, contestant: str, others: Sequence[str]) -> dict[str, float]:
-        """The median of `Cell.ratio` of the cells that have both, by their names."""
+        """The median of `Cell.ratio` for each cell that has both, by the cell's name."""
         ratios = {cell.name: cell.ratio(contestant, others) for cell in self.cells}
         return {name: ratio.median for name, ratio in ratios.items() if ratio}
 
     def mean_ratio(self, contestant: str, others: Sequence[str]) -> Ratio | None:
-        """The geometric mean of `Cell.ratio`; None where no cell has both."""
+        """The geometric mean of `Cell.ratio`; None if no cell has both."""
         both = [
             {"contestant": cell.us[contestant], "rival": cell.us[rival]}
             for cell in self.cells
@@ -138,11 +143,26 @@ class Results(BaseModel):
         return paired_ratio(both, "rival", "contestant") if both else None
 
 
+def _older_cell(data: Any, dtype: Any) -> Any:
+    """A cell as it is written now, from one with flat fields of its problem.
+
+    The oldest cells have a square shape, and the medians only: they are read as one round.
+    """
+    match data:
+        case {"head_dim": head_dim, "causal": causal, **rest}:
+            data = rest | {"problem": {"dtype": dtype, "head_dim": head_dim, "causal": causal}}
+    match data:
+        case {"seqlen": n, "heads": h, "batch": b, "us": dict(us), "spread": _, **rest}:
+            shape = {"batch": b, "seqlen_q": n, "seqlen_k": n, "heads_q": h, "heads_kv": h}
+            data = rest | {"shape": shape, "us": {name: [time] for name, time in us.items()}}
+    return data
+
+
 # ---- files ----
 
 
 def save_results(results: Results, path: Path) -> None:
-    """Write a run as JSON.
+    """Writes a run as JSON.
 
     Raises:
         ArgumentError, WriteError: as `files.write_file` does.
@@ -154,37 +174,22 @@ def load_results(path: Path) -> Results:
     """The run that a JSON file holds.
 
     Raises:
-        ArgumentError: the file is missing or holds something else.
+        ArgumentError: if the file is missing or holds something else.
     """
     try:
         return Results.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (ValidationError, UnicodeDecodeError):
-        raise ArgumentError(f"{path} is no result of `fagen bench --json`") from None
-
-
-def save_plot(results: Results, path: Path) -> None:
-    """Draw TFLOP/s over the sequence length as a PNG file, a panel for each head dim and mask.
-
-    Raises:
-        ArgumentError, WriteError: as `files.write_file` does.
-        MissingDependencyError: without matplotlib.
-    """
-    from fagen.show.report import require_matplotlib
-
-    require_matplotlib()
-    from fagen.show import plots
-
-    write_file(path, plots.png(plots.speeds(results)))
+        raise ArgumentError(f"{path} is not a result of `fagen bench --json`") from None
 
 
 def write_table(results: Results, path: Path) -> None:
-    """Put the table between the markers of a Markdown file.
+    """Puts the table between the markers of a Markdown file.
 
     Raises:
-        ArgumentError: the file cannot be read, or has no markers.
-        WriteError: it cannot be written.
+        ArgumentError: if the file cannot be read, or does not have one pair of markers.
+        WriteError: if it cannot be written.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -192,7 +197,7 @@ def write_table(results: Results, path: Path) -> None:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     parts = re.split(f"({re.escape(BEGIN)}.*?{re.escape(END)})", text, flags=re.DOTALL)
     if len(parts) != 3:
-        raise ArgumentError(f"{path} wants one pair of markers: {BEGIN} and {END}")
+        raise ArgumentError(f"{path} needs one pair of markers: {BEGIN} and {END}")
     write_file(path, f"{parts[0]}{BEGIN}\n{markdown(results)}\n{END}{parts[2]}")
 
 
@@ -200,7 +205,9 @@ def write_table(results: Results, path: Path) -> None:
 
 
 def markdown(results: Results) -> str:
-    """The table: TFLOP/s of fagen, of what the tensor cores could do, over the fastest rival."""
+    """The table: fagen's TFLOP/s, its share of the tensor cores' peak, and its speed over the
+    fastest rival's.
+    """
     lengths = sorted({cell.shape.seqlen_q for cell in results.cells})
     lines = [
         f"| {results.dtype}, sequence | {' | '.join(map(length_name, lengths))} |",
@@ -240,8 +247,8 @@ def _summary(results: Results) -> list[str]:
         )
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     lines = [
-        f"Forward, {TOKENS // 1024}k tokens, hidden size {HIDDEN}"
-        + (" where the row says nothing else" if any(c.note for c in results.cells) else "")
+        f"{results.operation}, {TOKENS // 1024}k tokens, hidden size {HIDDEN}"
+        + (" unless the row says otherwise" if any(c.note for c in results.cells) else "")
         + ", TFLOP/s"
         + (f" (in brackets: {', and '.join(in_brackets)})." if in_brackets else "."),
         f"{results.device}, {results.date}; {versions}.",
@@ -257,7 +264,7 @@ def _summary(results: Results) -> list[str]:
 
 
 def _comparison(results: Results, contestant: str, others: Sequence[str]) -> list[str]:
-    """The line about a contestant and the fastest of others, if they ever met."""
+    """The line about a contestant and the fastest of others, if any cell has both."""
     mean, ratios = results.mean_ratio(contestant, others), results.ratios(contestant, others)
     if mean is None:
         return []

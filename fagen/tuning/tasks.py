@@ -50,23 +50,26 @@ def standard_tasks(
     dtypes: Sequence[DtypeName] = STANDARD_DTYPES,
     head_dims: Sequence[int] = STANDARD_HEAD_DIMS,
     causal: Sequence[bool] = STANDARD_CAUSAL,
-    seqlens: Sequence[int] = STANDARD_SEQLENS,
+    seqlens: Sequence[int | tuple[int, int]] = STANDARD_SEQLENS,
     batch: int | None = None,
     heads: int | None = None,
-    kv_heads: int | None = None,
+    heads_kv: int | None = None,
 ) -> list[Task]:
     """The problems of these values; what is left out is the standard list.
 
     Args:
-        seqlens: lengths of queries and keys alike.
-        batch, heads, kv_heads: those of `standard_shape` if None.
+        seqlens: lengths of queries and keys alike, or a pair for both.
+        batch, heads, heads_kv: those of `standard_shape` if None.
     """
+    lengths = [(each, each) if isinstance(each, int) else each for each in seqlens]
     tasks = []
     for dtype, head_dim, mask in itertools.product(dtypes, head_dims, causal):
         problem = Problem(dtype=dtype, head_dim=head_dim, causal=mask)
         shapes = [
-            standard_shape(head_dim, seqlen, seqlen, batch=batch, heads=heads, heads_kv=kv_heads)
-            for seqlen in seqlens
+            standard_shape(
+                head_dim, seqlen_q, seqlen_k, batch=batch, heads=heads, heads_kv=heads_kv
+            )
+            for seqlen_q, seqlen_k in lengths
         ]
         one_a_bucket = {shape.bucket(): shape for shape in shapes}
         tasks.append(Task(problem, tuple(one_a_bucket.values())))
