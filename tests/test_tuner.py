@@ -499,7 +499,9 @@ def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tuning, "compiled_ahead", compiled)
     monkeypatch.setattr(prediction, "compiled_ahead", compiled)
-    monkeypatch.setattr("fagen.kernels.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
+    monkeypatch.setattr(
+        "fagen.kernels.forward_sm90.Sm90Forward.smem_bytes", lambda config, problem: 0
+    )
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
     unlike = [config.model_copy(update=alike) for config, _ in worker.evaluated]
