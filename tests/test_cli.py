@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -18,12 +19,12 @@ from records import H200, some_record
 
 from fagen import __version__
 from fagen.cli import app as cli
-from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
+from fagen.device import ARCHITECTURES, KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import DeviceError, UnsupportedError, WriteError
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.records.calls import Calls, save_calls
-from fagen.records.store import Card, Record, save_records
+from fagen.records.store import Card, Record, load_records, save_records, shipped_path
 from fagen.run import driver
 from fagen.show.recheck import Rechecked
 from fagen.tuning.events import (
@@ -364,14 +365,29 @@ def test_doctor_fails_where_nothing_can_be_compiled(
     assert "FAGEN_CACHE" in findings["cache"]["fix"]
 
 
-def test_check_counts_and_compiles(fagen: Fagen) -> None:
-    code, out, _ = fagen("check", "--arch", "sm90", "--sample", "3", "--json")
+def test_check_counts_and_compiles(fagen: Fagen, tmp_path: Path) -> None:
+    """On eight shipped records, the same at each run."""
+    path = tmp_path / "some.yaml"
+    save_records(path, random.Random(0).sample(load_records(shipped_path("sm90")).records, 8))
+    code, out, _ = fagen(
+        "check", "--arch", "sm90", "--sample", "3", "--json", "--config", str(path)
+    )
     report = json.loads(out)
     assert code == 0
     assert report["ok"]
+    assert len(report["records"]) == 8
     assert report["sample"]["compiled"] == 3
     for space in report["spaces"]:
         assert space["legal"] + sum(space["rejections"].values()) == space["points"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_shipped_record_compiles_without_a_fault(fagen: Fagen, arch: str) -> None:
+    path = shipped_path(arch)
+    code, out, _ = fagen("check", "--arch", arch, "--sample", "0", "--json", "--config", str(path))
+    assert code == 0, out
+    assert len(json.loads(out)["records"]) == len(load_records(path).records)
 
 
 @pytest.fixture
