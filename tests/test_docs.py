@@ -89,7 +89,14 @@ def test_the_table_of_rooms_is_complete() -> None:
 
 
 # Modules that serve one room and that nobody looks for first.
-INNER = {"build/processes", "files", "judge/cupy_device", "tuning/outcome"}
+INNER = {
+    "build/processes",
+    "files",
+    "judge/cupy_device",
+    "tuning/clock",
+    "tuning/outcome",
+    "tuning/search/first_format",
+}
 
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:

@@ -366,8 +366,8 @@ def tune(
         bool,
         typer.Option(
             "--compile-only",
-            help="On a host without a card: compile for those that --resume the same --storage, "
-            "into a FAGEN_CACHE that they share.",
+            help="On a host without a card: compile what those that tune are likely to try, into "
+            "a FAGEN_CACHE that they share.",
         ),
     ] = False,
     out: Annotated[
@@ -385,7 +385,8 @@ def tune(
     from fagen.cli.progress import TuneProgress, describe_gain, span
     from fagen.kernels.config import TEMPLATES
     from fagen.tuning import tuner as room
-    from fagen.tuning.search.studies import without_password
+    from fagen.tuning.options import TuneOptions
+    from fagen.tuning.search.storage import without_password
     from fagen.tuning.tasks import tasks_from
 
     numbers: list[int] = []
@@ -393,10 +394,22 @@ def tune(
         card = _card_to_compile_for(ctx)
     else:
         card, numbers = _devices(arch, device)
-    room.check_options(effort=effort, sampler=sampler, trials=trials)
+    options = TuneOptions.of(
+        arch=card.arch,
+        devices=numbers or (0,),
+        template=template,
+        effort=effort,
+        trials=trials,
+        budget_s=None if budget is None else _seconds(budget),
+        sampler=sampler,
+        seed=seed,
+        storage=storage,
+        resume=resume,
+        compile_only=compile_only,
+        out=out,
+    )
     if template is not None and template not in TEMPLATES:
         raise ArgumentError(f"--template {template}: allowed are {', '.join(TEMPLATES)}")
-    budget_s = None if budget is None else _seconds(budget)
     if recorded is None:
         tasks = _tasks(dtype, head_dim, causal, seqlen, batch, heads, kv_heads)
     else:
@@ -404,34 +417,19 @@ def tune(
             raise ArgumentError(f"--from FILE says which problems to tune: leave out {given}")
         tasks = tasks_from(recorded)
     fixed = _subspace(axes or (), template, tasks[0], card)
+    options = options.model_copy(update={"fixed": fixed})
     measured = compile_only or bool(numbers)
     if not measured and (given := _given(ctx, ("trials", "sampler", "storage", "resume"))):
         print(f"Nothing will be measured, so {given} mean nothing here.", file=sys.stderr)
-    expected = room.estimate_seconds(tasks, trials, effort=effort, measured=measured)
+    expected = room.estimate_seconds(tasks, trials, effort=options.effort, measured=measured)
     shapes = sum(len(task.shapes) for task in tasks)
     print(
         f"{_counted(len(tasks), 'problem')}, {_counted(shapes, 'shape')}, {card}: about "
-        f"{span(min(expected, budget_s or expected))}",
+        f"{span(min(expected, options.budget_s or expected))}",
         file=sys.stderr,
     )
     with TuneProgress(Console(stderr=True)) as progress:
-        result = room.tune(
-            tasks,
-            arch=card.arch,
-            devices=numbers or (0,),
-            template=template,
-            fixed=fixed,
-            effort=effort,
-            trials=trials,
-            budget_s=budget_s,
-            sampler=sampler,
-            seed=seed,
-            storage=storage,
-            resume=resume,
-            compile_only=compile_only,
-            out=out,
-            on_event=progress,
-        )
+        result = room.tune(tasks, options, on_event=progress)
     _print_records(result.records)
     if result.records:
         print(f"saved in {result.path}")
@@ -447,7 +445,7 @@ def tune(
 
 
 def _card_to_compile_for(ctx: typer.Context) -> Device:
-    """The card whose search `fagen tune --compile-only` joins."""
+    """The card that `fagen tune --compile-only` compiles for."""
     from fagen.device import architecture, typical_device
 
     given = ctx.params
@@ -455,8 +453,8 @@ def _card_to_compile_for(ctx: typer.Context) -> Device:
         raise ArgumentError(
             "--compile-only measures nothing and saves no record: leave out --device and --out"
         )
-    if given["arch"] is None or given["storage"] is None or not given["resume"]:
-        raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
+    if given["arch"] is None:
+        raise ArgumentError("--compile-only has no card to ask: name the architecture with --arch")
     return typical_device(architecture(given["arch"]))
 
 
@@ -762,7 +760,7 @@ def report(
     """
     from fagen.show import report as room
     from fagen.show.results import load_results
-    from fagen.tuning.search.studies import last_storage
+    from fagen.tuning.search.storage import last_storage
 
     written = room.report(
         storage if storage is not None else last_storage(),

@@ -212,7 +212,7 @@ def prediction(summary: Summary) -> Figure:
 
 
 def rejections(summary: Summary) -> Figure:
-    """Bars: how many candidates fell at each hurdle."""
+    """Bars: how many candidates were rejected at each stage."""
     counts = {kind: reasons.total() for kind, reasons in reversed(summary.rejections.items())}
     total = sum(counts.values())
     figure, axes = _new(

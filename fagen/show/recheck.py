@@ -20,11 +20,13 @@ from fagen.kernels.config import AnyConfig
 from fagen.kernels.space import default_config, why_illegal
 from fagen.problem import Problem
 from fagen.records.store import Record
-from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path
+from fagen.tuning.blocklist import Blocklist, blocklist_path
 from fagen.tuning.events import Notice
 from fagen.tuning.finals import fastest, paired_ratio, side_by_side
 from fagen.tuning.outcome import Rejected
-from fagen.tuning.search.studies import KeptStudy, default_storage, read_studies, study_name
+from fagen.tuning.runner import Runner
+from fagen.tuning.search.read import KeptStudy, read_studies
+from fagen.tuning.search.storage import default_storage, study_name
 from fagen.tuning.worker import Worker
 
 RUNNERS_UP = 4  # of the kept study
@@ -92,7 +94,7 @@ def recheck(
         where = storage if storage is not None else default_storage(device)
         kept = read_studies(where) if storage is not None or Path(where).exists() else []
         blocklist = Blocklist(blocklist_path(where, device), device.key, on_notice)
-        guard = Guard(running, blocklist)
+        runner = Runner(running, blocklist)
         rivals = {record.key: _rivals(record, records, kept, device) for record in mine}
         jobs = [(r.problem, config) for r in mine for config in [r.config, *rivals[r.key]]]
         kernels: dict[tuple[Problem, AnyConfig], Compiled | CompileError] = {}
@@ -102,7 +104,7 @@ def recheck(
             kernels[problem, config] = compiled
         for record in mine:
             mix = {c: kernels[record.problem, c] for c in [record.config, *rivals[record.key]]}
-            yield _judge(record, mix, running, guard, device)
+            yield _judge(record, mix, runner, device)
 
 
 def _rivals(
@@ -111,7 +113,7 @@ def _rivals(
     """What a record is compared with, without itself."""
     problem, template = record.problem, record.config.template
     prefix = study_name(device, problem, record.shape, template) + " "
-    tried = [each for study in kept if study.name.startswith(prefix) for each in study.tried]
+    tried = [each for study in kept if study.name.startswith(prefix) for each in study.trials]
     ranked = dict.fromkeys(
         each.config
         for each in sorted(tried, key=lambda each: each.time_us)
@@ -138,8 +140,7 @@ def _rivals(
 def _judge(
     record: Record,
     mix: Mapping[AnyConfig, Compiled | CompileError],
-    worker: Worker,
-    guard: Guard,
+    runner: Runner,
     device: Device,
 ) -> Rechecked:
     """Judges one record by its own kernel and those of its rivals."""
@@ -156,10 +157,10 @@ def _judge(
             **found,
         )
 
-    if fault := _fault(record, kernels.get(record.config), guard, device):
+    if fault := _fault(record, kernels.get(record.config), runner, device):
         return verdict("wrong", fault)
     try:
-        (times,), failed = side_by_side(worker, guard, kernels, problem, [shape])
+        (times,), failed = side_by_side(runner, kernels, problem, [shape])
     except DeviceError as error:
         return verdict("wrong", f"beside its rivals: {error}")
     if record.config in failed:
@@ -177,11 +178,11 @@ def _judge(
     return verdict("stale", reason, faster=best, ratio=ratio.median, **timed)
 
 
-def _fault(record: Record, kernel: Compiled | None, guard: Guard, device: Device) -> str | None:
+def _fault(record: Record, kernel: Compiled | None, runner: Runner, device: Device) -> str | None:
     """What is wrong with a record's kernel, run alone."""
     if broken := why_illegal(record.config, record.problem, device):
         return f"illegal on this device: {broken}"
     if kernel is None:
         return "does not compile"
-    outcome = guard.evaluate(kernel, record.problem, record.config, record.shape)
+    outcome = runner.evaluate(kernel, record.problem, record.config, record.shape)
     return f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, Rejected) else None

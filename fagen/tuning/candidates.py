@@ -1,31 +1,30 @@
-"""Candidates of a tuning: which configs come first, and their kernels, compiled ahead."""
+"""Candidates of a tuning: which configs come first."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fagen.build.compile import Compiled, compile_kernel
-from fagen.build.processes import in_processes
-from fagen.device import Architecture, Device
-from fagen.errors import CompileError
+from fagen.device import Device
 from fagen.kernels.config import AnyConfig
+from fagen.kernels.published import published_configs
 from fagen.kernels.space import default_config, why_illegal
 from fagen.problem import Problem, Shape
 from fagen.records.store import Record, Store
 from fagen.tuning import model
+from fagen.tuning.options import ASKS_PER_TRIAL, TuneOptions
 from fagen.tuning.search.legal import LegalSet
+from fagen.tuning.tasks import Task
 
 KNOWN_SEEDS = 6  # records of like problems that are tried first
 MODEL_SAMPLE = 8000  # legal configs that the static model looks at, 25 us each
 PICKS_PER_TILE = 2  # of one block_m and block_n, so that picks differ in what matters
-COMPILE_SECONDS = 60.0
 
 
 def _records(out: Path) -> list[Record]:
@@ -97,13 +96,14 @@ def model_picks(legal: LegalSet, shape: Shape, count: int, seed: int) -> list[An
     return picks
 
 
-def compiled_ahead(
-    jobs: Iterator[tuple[Problem, AnyConfig, Architecture]], processes: int | None
-) -> Generator[tuple[AnyConfig, Compiled | CompileError], None, None]:
-    """Compiles ahead, in processes that end with the iteration."""
-    count = processes or max(1, len(os.sched_getaffinity(0)) - 1)
-    answers = in_processes(
-        compile_kernel, jobs, processes=count, timeout=COMPILE_SECONDS, failure=CompileError
-    )
-    for (_, config, _), compiled in answers:
-        yield config, compiled
+def likely_candidates(legal: LegalSet, task: Task, options: TuneOptions) -> list[AnyConfig]:
+    """What a search is likely to ask for, the most likely first: as many as it may ask for."""
+    count = ASKS_PER_TRIAL * options.trials_per_shape
+    of_shapes = [
+        [config for _, config in ranked_by_model(legal, shape, options.seed)[:count]]
+        for shape in task.shapes
+    ]
+    in_turn = (config for configs in zip_longest(*of_shapes) for config in configs if config)
+    published = published_configs(legal.template, legal.problem, legal.device)
+    legal_ones = (config for config in published if legal.find(config.axes()) is not None)
+    return list(dict.fromkeys([legal.default, *legal_ones, *in_turn]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from fagen.errors import ArgumentError
 from fagen.problem import Dtype, Problem, Shape, standard_shape
 from fagen.records.store import Calls, load_calls
+from fagen.tuning.options import Effort
 
 # The standard list, common ones first.
 STANDARD_DTYPES: tuple[Dtype, ...] = ("bf16", "fp16")
@@ -26,11 +27,16 @@ class Task:
     shapes: tuple[Shape, ...]
 
 
-def companions(shape: Shape) -> tuple[Shape, ...]:
+def timed_shapes(shape: Shape, effort: Effort) -> tuple[Shape, ...]:
+    """The shapes that stand for a bucket, the one that its record names first."""
+    return (shape, *ragged_shapes(shape)) if effort == "full" else (shape,)
+
+
+def ragged_shapes(shape: Shape) -> tuple[Shape, ...]:
     """The ragged shape that a bucket is tuned on beside the usual one, if it has one.
 
-    Its lengths are odd, so no multiples of any tile, and about four fifths of the given ones (or
-    six fifths where the bucket ends before); the batch grows as they shrink.
+    Its lengths are odd, so they are not multiples of any tile, and about four fifths of the given
+    ones (or six fifths where the bucket ends before); the batch grows as they shrink.
     """
     for factor in (0.8, 1.2):
         lengths = {
@@ -79,7 +85,7 @@ def tasks_from(path: str | Path) -> list[Task]:
     Of each bucket of shapes, the task has the shape that was seen most often.
 
     Raises:
-        StoreError: if the file cannot be read, or is no file of recorded calls.
+        StoreError: if the file cannot be read, or is not a file of recorded calls.
         ArgumentError: if it holds no call.
     """
     by_problem: dict[Problem, list[Calls]] = {}
