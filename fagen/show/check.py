@@ -18,8 +18,9 @@ from pydantic import BaseModel, ConfigDict
 
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
-from fagen.kernels.registry import AnyConfig, templates_for
+from fagen.kernels.registry import templates_for
 from fagen.kernels.space import legal_configs, why_illegal
+from fagen.kernels.template import Config
 from fagen.operation import OPERATIONS
 from fagen.problem import DTYPE_NAMES, Problem
 from fagen.tuning.search.legal import LegalSet
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128, 256)
 SAMPLE = 24  # legal configs that are compiled
-Job = tuple[Problem, AnyConfig]
+Job = tuple[Problem, Config]
 Progress = Callable[[int, int], None]  # kernels compiled, of how many
 
 
