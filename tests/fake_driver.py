@@ -78,8 +78,8 @@ class FakeDriver:
     def launch(self, config_at: Any, kernel: Any, parameters: Any, extra: None) -> int:
         config = driver.LaunchConfig.from_address(config_at.value)
         sizes = [launch.PARAMS.size]
-        if len(parameters) == 6:
-            sizes = [launch.MAP_BYTES] * 4 + sizes + [8]
+        if len(parameters) > 1:
+            sizes = [*[launch.MAP_BYTES] * 4, *sizes, 8][: len(parameters)]
         arguments = tuple(
             ctypes.string_at(place, size) for place, size in zip(parameters, sizes, strict=True)
         )

@@ -265,7 +265,7 @@ def test_each_stream_and_each_captured_launch_has_its_own_tile_counter(fake: Fak
 
 def test_kernels_that_draw_no_tiles_get_no_counter(fake: FakeDriver, sm90: LoadedKernel) -> None:
     launch(sm90)
-    assert fake.launches[0].arguments[-1] == bytes(8)
+    assert len(fake.launches[0].arguments) == 5  # the maps and the parameters
     assert fake.slabs == 0
 
 

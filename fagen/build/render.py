@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fagen.files import packaged_folder
 from fagen.kernels.config import AnyConfig, Sm90Forward
+from fagen.kernels.params import FORWARD_PARAMS
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
@@ -135,13 +136,17 @@ def constants(problem: Problem, config: AnyConfig) -> dict[str, Any]:
         "config": config,
         "kernel_name": kernel_name(problem),
         "element": ELEMENT[problem.dtype],
-        "head_dim": problem.head_dim,
+        "head_dim_qk": problem.head_dim,
+        "head_dim_v": problem.head_dim,
         "causal": problem.causal,
         "alignment": problem.alignment,
-        "head_dim_padded": config.head_dim_padded(problem),
+        "qk_columns": config.head_dim_padded(problem),
+        "v_columns": config.head_dim_padded(problem),
         "chunk": config.chunk,
         "threads": config.threads,
         "smem_bytes": config.smem_bytes(problem),
+        "params_offsets": FORWARD_PARAMS.offsets,
+        "params_size": FORWARD_PARAMS.size,
     }
     if isinstance(config, Sm90Forward):
         qk_steps = config.qk_steps(problem)

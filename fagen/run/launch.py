@@ -19,6 +19,7 @@ from typing import NamedTuple
 from fagen.build.compile import Compiled, Resources
 from fagen.errors import ArgumentError, UnsupportedError
 from fagen.kernels.config import ELEMENT_BYTES, AnyConfig, Sm90Forward
+from fagen.kernels.params import FORWARD_PARAMS
 from fagen.problem import Problem
 from fagen.run import driver
 from fagen.run.counters import tile_counter
@@ -32,11 +33,10 @@ MAX_SEQLEN = (1 << 30) - 1  # the sum of two lengths is an int
 MAX_SCALE = 1e30
 MIN_SCALE_LOG2 = 2.0**-100  # stands for 0: masked scores must stay -inf, not become 0 * -inf
 
-# ForwardParams of templates/params.cuh.
-PARAMS = struct.Struct("<5Q 12q f 7i")
+PARAMS = struct.Struct(FORWARD_PARAMS.format)
 POINTERS = struct.Struct("<5Q")
 SCALE = struct.Struct("<f")
-SCALE_OFFSET = 136
+SCALE_OFFSET = FORWARD_PARAMS.offsets["scale_log2"]
 
 # cuda.h: CUtensorMapDataType, CUtensorMapSwizzle by columns of a chunk, CUtensorMapL2promotion
 MAP_BYTES = 128
@@ -317,7 +317,7 @@ class Plan:
         self._context_out = ctypes.c_void_p(ctypes.addressof(self._context_found))
 
         # Kernel arguments: the maps of Q, K, V and O, each 128 bytes at a multiple of 128, if the
-        # kernel has maps; the parameters; the tile counter of a kernel with maps.
+        # kernel has maps; the parameters; the tile counter if the kernel draws tiles.
         kernel_maps = 4 if maps else 0
         self._params_offset = MAP_BYTES * kernel_maps
         size = self._params_offset + len(params)
@@ -329,7 +329,7 @@ class Plan:
         places = [base + MAP_BYTES * i for i in range(kernel_maps + 1)]
         self._draws_tiles = draws_tiles
         self._counter = ctypes.c_void_p()
-        if maps:
+        if draws_tiles:
             places.append(ctypes.addressof(self._counter))
         self._parameters = (ctypes.c_void_p * len(places))(*places)
         self._scale_log2 = 0.0
