@@ -1,4 +1,4 @@
-// What the host passes to every forward kernel. fagen/launch.py packs the same fields.
+// What the host passes to every forward kernel; params_layout.cuh checks that it packs the same.
 #pragma once
 
 struct Strides {  // in elements; the head dim is contiguous
@@ -18,4 +18,3 @@ struct ForwardParams {
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
   int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
-static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");

@@ -1,38 +1,24 @@
-// Which rows of which head a tile index means, and which keys those rows see.
+// Who gives a thread block its tiles, where a block has more than one.
 #pragma once
-#include "params.cuh"
+#include "ptx.cuh"
 
-struct Tile {
-  int first_row, head, batch;
-};
-
-// Tiles of one head follow each other, or, with kHeadGrouping, those of heads_per_group heads are
-// interleaved so that their K and V stay in L2. Causal tiles with the most keys come first: the
-// short ones then fill the last wave (longest processing time first).
-template <int kTileRows, bool kCausal, bool kHeadGrouping, typename Params>
-DEVICE Tile tile_at(int index, const Params& params) {
-  const int m_blocks = (params.seqlen_q + kTileRows - 1) / kTileRows;
-  int m_block, head_index;  // head_index counts heads through all sequences
-  if constexpr (kHeadGrouping) {
-    const int group = index / (m_blocks * params.heads_per_group);
-    const int within = index - group * (m_blocks * params.heads_per_group);
-    const int first_head = group * params.heads_per_group;
-    const int heads = min(params.heads_per_group, params.batch * params.heads_q - first_head);
-    m_block = within / heads;
-    head_index = first_head + within - m_block * heads;
-  } else {
-    head_index = index / m_blocks;
-    m_block = index - head_index * m_blocks;
-  }
-  if (kCausal) m_block = m_blocks - 1 - m_block;
-  const int batch = head_index / params.heads_q;
-  return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
+// The tile of this cluster in a wave of as many tiles as there are clusters, dealt out beforehand.
+// kBackAndForth: every other wave backwards, so that who had one of a head's longest tiles gets one
+// of the shortest.
+template <int kCluster, bool kBackAndForth>
+DEVICE u32 tile_of_wave(u32 wave) {
+  const u32 clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
+  const bool backwards = kBackAndForth && wave % 2 == 1;
+  return wave * clusters + (backwards ? clusters - 1 - cluster : cluster);
 }
 
-// Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
-// every key, and rows above seqlen_q - seqlen_k see none.
-template <bool kCausal, typename Params>
-DEVICE int visible_keys(int row, const Params& params) {
-  if (!kCausal) return params.seqlen_k;
-  return max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q));
+// A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest. By
+// one lane of a warp.
+DEVICE u32 draw_tile(u32* counter, int tiles) {
+  const u32 drawn = atomicAdd(counter, 1);
+  // Each tile is followed by a draw, so this is the last one: 0 again, for the next launch.
+  if (drawn + 1 == tiles) *counter = 0;
+  // Through a shuffle, of the one lane that is here: the compiler then takes it for uniform, and
+  // keeps what follows from it out of the producer's few registers.
+  return gridDim.x + __shfl_sync(1, drawn, 0);
 }

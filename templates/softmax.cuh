@@ -1,23 +1,6 @@
 // Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
-//
-// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
-// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
-// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
 #pragma once
-#include "ptx.cuh"
-
-DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
-
-// Four lanes hold a row.
-DEVICE float row_maximum(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
-DEVICE float row_total(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
+#include "fragment.cuh"
 
 // exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
 // minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
@@ -30,20 +13,6 @@ DEVICE float exp2_polynomial(float x) {
   p = fmaf(fraction, p, 0.6931200f);
   p = fmaf(fraction, p, 0.99992522f);
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
-}
-
-// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
-// key of the fragment's column 0.
-template <int kCount>
-DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
-  const int lane_key = first_key + 2 * (threadIdx.x % 4);
-  // Both counted from the lane's first column.
-  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;
-    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
-  }
 }
 
 // The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.

@@ -3,9 +3,14 @@
 // (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
 // different banks.
 #pragma once
+#include "ptx.cuh"
 
-template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
+// kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes.
+template <typename TileElement, int kTileRows, int kTileChunk>
 struct SwizzledTile {
+  using Element = TileElement;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kChunk = kTileChunk;
   static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
   static constexpr int kChunkElements = kRows * kChunk;
 

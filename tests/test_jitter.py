@@ -182,13 +182,10 @@ def test_bits_do_not_depend_on_timing(config: Sm90Forward) -> None:
 @pytest.mark.parametrize(
     ("name", "barrier"),
     [
-        ("ping-pong", "mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);"),
-        (
-            "ping-pong",
-            "mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);",
-        ),
-        ("cluster", "mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);"),
-        ("serial", "mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);"),
+        ("ping-pong", "v_ring.wait(v_at);"),
+        ("ping-pong", "k_ring.wait(k_at, column / kBlockK);"),
+        ("cluster", "v_ring.acquire(kv_at);"),
+        ("serial", "q_ring.acquire(q_at);"),
     ],
     ids=["V full", "K full", "V empty, cluster", "Q empty"],
 )

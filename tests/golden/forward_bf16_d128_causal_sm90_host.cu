@@ -18,11 +18,13 @@
 
 namespace {
 
+using namespace forward_bf16_d128_causal_sm90_kernel;
+
 constexpr int kDynamicSmemBytes = 164864;
 constexpr int kAccessBytes = 16;  // what bases and strides are multiples of
 constexpr long long kL2Bytes = 32 << 20;  // for the K and V of the heads that run side by side
 
-struct Tensor {  // of (batch, rows, heads, kHeadDim) elements, the last dimension contiguous
+struct Tensor {  // of (batch, rows, heads, kHeadDimQk) elements, the last dimension contiguous
   const void* base;
   int sizes[3];              // batch, rows, heads
   const long long* strides;  // of the same, in elements
@@ -43,7 +45,7 @@ Strides as_strides(const long long* strides) { return {strides[0], strides[1], s
 
 // How many query heads run side by side: those whose K and V fit L2 together.
 int heads_per_group(int batch, int heads_q, int heads_kv, int seqlen_k) {
-  const long long kv_bytes = 2LL * seqlen_k * kHeadDim * static_cast<long long>(sizeof(Element));
+  const long long kv_bytes = 2LL * seqlen_k * kHeadDimQk * static_cast<long long>(sizeof(Element));
   const long long kv_heads = kv_bytes == 0 ? kL2Bytes : kL2Bytes / kv_bytes;
   const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
   const long long all_heads = static_cast<long long>(batch) * heads_q;
@@ -69,12 +71,12 @@ PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
 cudaError_t make_map(const Tensor& tensor, cuuint32_t box_rows, TensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
-  cuuint64_t sizes[4] = {kHeadDim};
+  cuuint64_t sizes[4] = {kHeadDimQk};
   cuuint64_t bytes[3];             // strides of the last three dimensions
   const int order[3] = {1, 2, 0};  // rows, heads, batch
   for (int i = 0; i < 3; ++i) {
     const int size = tensor.sizes[order[i]];
-    const long long stride = size > 1 ? tensor.strides[order[i]] : kHeadDim;
+    const long long stride = size > 1 ? tensor.strides[order[i]] : kHeadDimQk;
     sizes[i + 1] = static_cast<cuuint64_t>(size);
     bytes[i] = static_cast<cuuint64_t>(stride) * sizeof(Element);
   }
@@ -148,7 +150,7 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
     if ((error = make_map(v_tensor, kBlockN / kCluster, &v_map)) != cudaSuccess) return error;
   }
 
-  const auto kernel = forward_bf16_d128_causal_sm90_kernel;
+  const auto kernel = forward_bf16_d128_causal_sm90_kernel::forward_bf16_d128_causal_sm90_kernel;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kDynamicSmemBytes);
   if (error != cudaSuccess) return error;
@@ -157,6 +159,5 @@ extern "C" cudaError_t forward_bf16_d128_causal_sm90_launch(
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = kDynamicSmemBytes;
   launch.stream = stream;
-  u32* const no_counter = nullptr;
-  return cudaLaunchKernelEx(&launch, kernel, q_map, k_map, v_map, o_map, params, no_counter);
+  return cudaLaunchKernelEx(&launch, kernel, q_map, k_map, v_map, o_map, params);
 }

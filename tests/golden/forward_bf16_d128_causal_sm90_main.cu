@@ -50,7 +50,7 @@ void check(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-// A (batch, rows, heads, kHeadDim) tensor on both sides, with padding between the rows.
+// A (batch, rows, heads, kHeadDimQk) tensor on both sides, with padding between the rows.
 struct PaddedTensor {
   int batch, rows, heads;
   long long strides[3];
@@ -58,8 +58,8 @@ struct PaddedTensor {
   void* device = nullptr;
 
   PaddedTensor(int batch, int rows, int heads) : batch(batch), rows(rows), heads(heads) {
-    strides[2] = kHeadDim;
-    strides[1] = static_cast<long long>(heads) * kHeadDim + kPadding;
+    strides[2] = kHeadDimQk;
+    strides[1] = static_cast<long long>(heads) * kHeadDimQk + kPadding;
     strides[0] = rows * strides[1];
     host.assign(static_cast<std::size_t>(kPadding + batch * strides[0]), kPoison);
     check(cudaMalloc(&device, bytes()), "cudaMalloc");
@@ -81,7 +81,7 @@ struct PaddedTensor {
     for (int b = 0; b < batch; ++b)
       for (int i = 0; i < rows; ++i)
         for (int h = 0; h < heads; ++h)
-          for (int d = 0; d < kHeadDim; ++d)
+          for (int d = 0; d < kHeadDimQk; ++d)
             row(b, i, h)[d] = static_cast<Number>(normal(generator));
   }
   void upload() {
@@ -94,8 +94,8 @@ struct PaddedTensor {
 
 // The right answer for one query of one head, and what rounding may do to it.
 struct Answer {
-  double o[kHeadDim] = {};
-  double magnitude[kHeadDim] = {};  // the weighted mean of |V|: what P's rounding errors scale with
+  double o[kHeadDimQk] = {};
+  double magnitude[kHeadDimQk] = {};  // the weighted mean of |V|: what P's rounding errors scale with
   double lse = -std::numeric_limits<double>::infinity();
 };
 
@@ -108,7 +108,7 @@ Answer reference(PaddedTensor& q, PaddedTensor& k, PaddedTensor& v, double softm
   std::vector<double> p(static_cast<std::size_t>(visible));
   for (int j = 0; j < visible; ++j) {
     double score = 0.0;
-    for (int d = 0; d < kHeadDim; ++d) score += q.at(b, i, h, d) * k.at(b, j, kv_head, d);
+    for (int d = 0; d < kHeadDimQk; ++d) score += q.at(b, i, h, d) * k.at(b, j, kv_head, d);
     p[static_cast<std::size_t>(j)] = softmax_scale * score;
   }
   const double maximum = *std::max_element(p.begin(), p.end());
@@ -116,7 +116,7 @@ Answer reference(PaddedTensor& q, PaddedTensor& k, PaddedTensor& v, double softm
   for (double& x : p) sum += x = std::exp(x - maximum);
   for (int j = 0; j < visible; ++j) {
     const double weight = p[static_cast<std::size_t>(j)] / sum;
-    for (int d = 0; d < kHeadDim; ++d) {
+    for (int d = 0; d < kHeadDimQk; ++d) {
       const double value = v.at(b, j, kv_head, d);
       answer.o[d] += weight * value;
       answer.magnitude[d] += weight * std::fabs(value);
@@ -144,7 +144,7 @@ bool passes(const Shape& shape, std::mt19937& generator) {
   check(cudaMalloc(&lse_device, lse.size() * sizeof(float) + 1), "cudaMalloc");
   check(cudaMemset(lse_device, 0xff, lse.size() * sizeof(float)), "cudaMemset");
 
-  const float softmax_scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
+  const float softmax_scale = 1.0f / std::sqrt(static_cast<float>(kHeadDimQk));
   check(forward_bf16_d128_causal_sm90_launch(q.base(), k.base(), v.base(), o.base(), lse_device, shape.batch,
             shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k, q.strides, k.strides,
             v.strides, o.strides, softmax_scale, nullptr),
@@ -162,7 +162,7 @@ bool passes(const Shape& shape, std::mt19937& generator) {
     for (int h = 0; h < shape.heads_q; ++h) {
       for (int i = 0; i < shape.seqlen_q; ++i, ++lse_index) {
         const Answer answer = reference(q, k, v, softmax_scale, b, i, h);
-        for (int d = 0; d < kHeadDim; ++d) {
+        for (int d = 0; d < kHeadDimQk; ++d) {
           // P and O are rounded once each; a quarter more for the exponentials, and float sums.
           const double error = std::fabs(o.at(b, i, h, d) - answer.o[d]);
           const double allowed = 2.5 * kRoundoff * answer.magnitude[d];
@@ -173,7 +173,7 @@ bool passes(const Shape& shape, std::mt19937& generator) {
         const double lse_error = got == answer.lse ? 0.0 : std::fabs(got - answer.lse);
         if (!(lse_error <= 1e-3)) right = false;
         max_lse_error = larger(max_lse_error, lse_error);
-        std::fill_n(reinterpret_cast<unsigned short*>(o.row(b, i, h)), kHeadDim, kPoison);
+        std::fill_n(reinterpret_cast<unsigned short*>(o.row(b, i, h)), kHeadDimQk, kPoison);
       }
     }
   }

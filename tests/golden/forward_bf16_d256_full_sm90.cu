@@ -5,7 +5,8 @@
 //   launch  384 threads, 197632 bytes of dynamic shared memory; forward_bf16_d256_full_sm90_host.cu does it
 //   build   nvcc -std=c++17 -arch=sm_90a -c forward_bf16_d256_full_sm90.cu
 
-// fagen_forward_bf16_d256_full: forward attention, bf16, head dim 256, full mask.
+// fagen_forward_bf16_d256_full:
+// forward attention, bf16, head dim 256, full mask.
 //
 // O = softmax(softmax_scale * Q K^T + mask) V for Hopper (sm_90a), after FlashAttention-3: one producer
 // moves tiles by TMA into rings of shared-memory buffers, consumer warpgroups of 64 rows each multiply
@@ -13,6 +14,8 @@
 //
 // Written by fagen from forward_sm90.cu.j2 with the config
 //   forward_sm90 128x64x256 stages=1 min_blocks_per_sm=1 lazy_rescale exp2_fma_every=0 head_grouping producer_registers=24 cluster=1 ping_pong overlap persistent dynamic_tiles q_stages=2
+
+namespace fagen_forward_bf16_d256_full {
 
 // Hopper's own instructions, one per function: mbarrier, TMA, stmatrix, setmaxnreg, wgmma.
 // One PTX instruction per function, with types. Policy lives in the kernels.
@@ -73,65 +76,6 @@ DEVICE void barrier_sync(int id, int count) {
 
 DEVICE void barrier_arrive(int id, int count) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
-}
-
-// ---- cp.async: global to shared memory, bytes past `source_bytes` written as zeros ----
-
-// 16 bytes, past L1.
-DEVICE void copy_async_16(void* shared, const void* global, int source_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(source_bytes)
-               : "memory");
-}
-
-DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until at most `kPending` of this thread's latest groups are in flight.
-template <int kPending>
-DEVICE void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// ---- warp-level matrices: ldmatrix and mma.sync ----
-
-// Four 8x8 matrices of 16-bit numbers; lane i gives the shared-memory address of row i % 8 of
-// matrix i / 8.
-DEVICE void load_matrix_x4(u32 (&fragment)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(row)
-               : "memory");
-}
-
-// The same, each matrix transposed on the way.
-DEVICE void load_matrix_x4_transposed(u32 (&fragment)[4], u32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(row)
-               : "memory");
-}
-
-// D(16 x 8, float) += A(16 x 16, row-major) * B(16 x 8, column-major); d and a are 4 registers.
-// Lane t holds D at rows t/4 and t/4 + 8, columns 2*(t%4) and 2*(t%4) + 1.
-template <typename Element>
-DEVICE void mma_m16n8k16(float* d, const u32* a, u32 b0, u32 b1);
-
-template <>
-DEVICE void mma_m16n8k16<Bfloat16>(float* d, const u32* a, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <>
-DEVICE void mma_m16n8k16<Half>(float* d, const u32* a, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // `nvcc -arch=sm_90a` compiles for plain sm_90 as well, which has neither wgmma nor setmaxnreg.
@@ -319,15 +263,16 @@ DEVICE u64 matrix_descriptor(const void* start, u32 leading_bytes, u32 stride_by
 
 using Element = Bfloat16;
 
-constexpr int kHeadDim = 256;  // columns of Q, K, V and O
+constexpr int kHeadDimQk = 256;  // columns of Q and K
+constexpr int kHeadDimV = 256;  // columns of V and O
 constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
 constexpr int kBlockM = 128;  // rows of Q per thread block
 constexpr int kBlockN = 64;  // keys per step
 constexpr int kBlockK = 256;  // columns of Q and K that one barrier carries
 constexpr int kStages = 1;  // depth of the K ring and of the V ring
-constexpr int kQStages = 2;  // buffers for Q, through which O leaves: 2 let the next tile's Q come meanwhile
+constexpr int kQStages = 2;  // buffers for Q and O: with 2, the next Q comes under the last O
 constexpr int kConsumerWarpgroups = 2;  // 64 rows each
-constexpr int kProducerRegisters = 24;  // per thread after the shift; 0: one warp, no shift
+constexpr int kProducerRegisters = 24;  // a thread, after the shift; 0: one warp, no shift
 constexpr int kConsumerRegisters = 240;  // per thread after the shift
 constexpr int kMinBlocksPerSm = 1;
 constexpr int kThreads = 384;  // consumers first, then the producer
@@ -337,105 +282,25 @@ constexpr bool kOverlap = true;  // softmax of a block under the second product 
 constexpr bool kPersistent = true;  // a thread block loops over tiles
 constexpr bool kDynamicTiles = true;  // and draws the next one from a counter
 constexpr bool kLazyRescale = true;  // rescale O only when a maximum grew much
-constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
+constexpr int kExp2FmaEvery = 0;  // see softmax.cuh; 0: no exponential on the FMA pipe
 constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
 
-constexpr int kHeadDimPadded = 256;  // columns of a Q, K or V tile; TMA fills the rest with zeros
+// Columns of a tile in shared memory; TMA fills those past the head dim with zeros.
+constexpr int kQkColumns = 256;
+constexpr int kVColumns = 256;
 constexpr int kChunk = 64;  // columns side by side in shared memory: one swizzle span
 constexpr int kChunkBytes = kChunk * sizeof(Element);
-constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kSlices = kQkColumns / kBlockK;
 constexpr int kQkSteps = 16;  // of Q K^T, 16 columns each, in one asm statement
 constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
-constexpr int kQTileBytes = kBlockM * kHeadDimPadded * sizeof(Element);
-constexpr int kKvTileBytes = kBlockN * kHeadDimPadded * sizeof(Element);
+constexpr int kQTileBytes = kBlockM * kQkColumns * sizeof(Element);
+constexpr int kKTileBytes = kBlockN * kQkColumns * sizeof(Element);
+constexpr int kVTileBytes = kBlockN * kVColumns * sizeof(Element);
+constexpr int kTileRows = kCluster * kBlockM;  // a tile is the work of a cluster
+constexpr bool kSkipBlocks = kCausal && kTileRows > 64;  // a warpgroup may see fewer keys than its tile
+constexpr bool kBackAndForth = kCausal && !kHeadGrouping;
 
-// wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
-// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps with no wait
-// between them are one asm statement: compile time goes with the operands of all statements.
-
-// D(64 x 64) = A(64 x 256, shared memory) * B(256 x 64, shared memory), plus D if accumulate
-DEVICE void wgmma_qk(float (&d)[32], const u64 (&a)[16], const u64 (&b)[16], bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %64, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%32, %48, accumulate, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%33, %49, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%34, %50, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%35, %51, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%36, %52, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%37, %53, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%38, %54, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%39, %55, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%40, %56, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%41, %57, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%42, %58, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%43, %59, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%44, %60, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%45, %61, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%46, %62, 1, 1, 1, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "%47, %63, 1, 1, 1, 0, 0;\n"
-      "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(a[4]), "l"(a[5]), "l"(a[6]), "l"(a[7]), "l"(a[8]), "l"(a[9]), "l"(a[10]), "l"(a[11]), "l"(a[12]), "l"(a[13]), "l"(a[14]), "l"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "l"(b[4]), "l"(b[5]), "l"(b[6]), "l"(b[7]), "l"(b[8]), "l"(b[9]), "l"(b[10]), "l"(b[11]), "l"(b[12]), "l"(b[13]), "l"(b[14]), "l"(b[15]), "r"(static_cast<int>(accumulate)));
-}
-
-// D(64 x 256) = A(64 x 64, registers) * B(64 x 256, shared memory), plus D if accumulate
-DEVICE void wgmma_pv(float (&d)[128], const u32 (&a)[16], const u64 (&b)[4], bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.b32 accumulate, %148, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%128, %129, %130, %131}, %144, accumulate, 1, 1, 1;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%132, %133, %134, %135}, %145, 1, 1, 1, 1;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%136, %137, %138, %139}, %146, 1, 1, 1, 1;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%140, %141, %142, %143}, %147, 1, 1, 1, 1;\n"
-      "}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "r"(static_cast<int>(accumulate)));
-}
-
-// What the host passes to every forward kernel. fagen/launch.py packs the same fields.
+// What the host passes to every forward kernel; params_layout.cuh checks that it packs the same.
 
 struct Strides {  // in elements; the head dim is contiguous
   long long batch, row, head;
@@ -454,8 +319,7 @@ struct ForwardParams {
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
   int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
-static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
-// Which rows of which head a tile index means, and which keys those rows see.
+// Which rows of which head a tile index means.
 
 struct Tile {
   int first_row, head, batch;
@@ -483,46 +347,36 @@ DEVICE Tile tile_at(int index, const Params& params) {
   const int batch = head_index / params.heads_q;
   return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
 }
+// Who gives a thread block its tiles, where a block has more than one.
 
-// Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
-// every key, and rows above seqlen_q - seqlen_k see none.
-template <bool kCausal, typename Params>
-DEVICE int visible_keys(int row, const Params& params) {
-  if (!kCausal) return params.seqlen_k;
-  return max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q));
+// The tile of this cluster in a wave of as many tiles as there are clusters, dealt out beforehand.
+// kBackAndForth: every other wave backwards, so that who had one of a head's longest tiles gets one
+// of the shortest.
+template <int kCluster, bool kBackAndForth>
+DEVICE u32 tile_of_wave(u32 wave) {
+  const u32 clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
+  const bool backwards = kBackAndForth && wave % 2 == 1;
+  return wave * clusters + (backwards ? clusters - 1 - cluster : cluster);
 }
-// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
-// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
-// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
-// different banks.
 
-template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
-struct SwizzledTile {
-  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
-  static constexpr int kChunkElements = kRows * kChunk;
-
-  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
-  template <typename Integer>
-  DEVICE static Integer offset(Integer row, Integer column) {
-    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
-    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
-  }
-
-  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
-  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
-  // `address` has, and the tile lies at a multiple of the swizzle span.
-  DEVICE static u32 moved(u32 address, int rows, int columns) {
-    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
-    return (address ^ columns % kChunk * 2) + elements * 2;
-  }
-};
-// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
-//
-// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
-// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
-// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
+// A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest. By
+// one lane of a warp.
+DEVICE u32 draw_tile(u32* counter, int tiles) {
+  const u32 drawn = atomicAdd(counter, 1);
+  // Each tile is followed by a draw, so this is the last one: 0 again, for the next launch.
+  if (drawn + 1 == tiles) *counter = 0;
+  // Through a shuffle, of the one lane that is here: the compiler then takes it for uniform, and
+  // keeps what follows from it out of the producer's few registers.
+  return gridDim.x + __shfl_sync(1, drawn, 0);
+}
+// Which keys a query sees. Everything in a kernel that asks so asks here.
+// How a warp holds an accumulator, whichever instruction computes it: of 16 rows, lane t has the
+// rows t/4 and t/4 + 8, and of each 8 columns the columns 2*(t%4) and 2*(t%4) + 1. Element i is in
+// row t/4 + 8 * fragment_row(i) and column 2 * (t%4) + fragment_column(i).
 
 DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
+
+DEVICE constexpr int fragment_column(int i) { return 8 * (i / 4) + i % 2; }
 
 // Four lanes hold a row.
 DEVICE float row_maximum(float x) {
@@ -535,6 +389,56 @@ DEVICE float row_total(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// The same elements in 16 bits, two to a register: they lie as the next product's operand A does.
+template <typename Element, int kCount>
+DEVICE void pack_fragment(u32 (&packed)[kCount / 2], const float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) packed[i / 2] = pack<Element>(values[i], values[i + 1]);
+}
+
+struct KeyRange {  // [begin, end)
+  int begin, end;
+};
+
+// The keys that row `row` sees. Causal masks are aligned bottom-right: the last row sees every key,
+// and rows above seqlen_q - seqlen_k see none.
+template <bool kCausal, typename Params>
+DEVICE KeyRange visible_keys(int row, const Params& params) {
+  if (!kCausal) return {0, params.seqlen_k};
+  return {0, max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q))};
+}
+
+struct BlockRange {  // blocks of keys, [begin, end)
+  static constexpr int begin = 0;  // no mask hides the first keys
+  int end;
+};
+
+// Blocks of kBlockN keys that some row up to `last_row` sees.
+template <bool kCausal, int kBlockN, typename Params>
+DEVICE BlockRange seen_blocks(int last_row, const Params& params) {
+  return {(visible_keys<kCausal>(last_row, params).end + kBlockN - 1) / kBlockN};
+}
+
+// Blocks that every row from `first_row` on sees whole.
+template <bool kCausal, int kBlockN, typename Params>
+DEVICE BlockRange whole_blocks(int first_row, const Params& params) {
+  return {visible_keys<kCausal>(first_row, params).end / kBlockN};
+}
+
+// Sets the scores of keys that the lane's two rows do not see to -infinity. `first_key` is the key
+// of the fragment's column 0.
+template <int kCount>
+DEVICE void hide_keys(float (&scores)[kCount], int first_key, const KeyRange (&visible)[2]) {
+  const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  // Both counted from the lane's first column.
+  const int lane_end[2] = {visible[0].end - lane_key, visible[1].end - lane_key};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] = fragment_column(i) < lane_end[fragment_row(i)] ? scores[i] : -infinity();
+  }
+}
+// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
+
 // exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
 // minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
 DEVICE float exp2_polynomial(float x) {
@@ -546,20 +450,6 @@ DEVICE float exp2_polynomial(float x) {
   p = fmaf(fraction, p, 0.6931200f);
   p = fmaf(fraction, p, 0.99992522f);
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
-}
-
-// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
-// key of the fragment's column 0.
-template <int kCount>
-DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
-  const int lane_key = first_key + 2 * (threadIdx.x % 4);
-  // Both counted from the lane's first column.
-  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;
-    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
-  }
 }
 
 // The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.
@@ -628,46 +518,8 @@ struct OnlineSoftmax {
     }
   }
 };
-
-using Params = ForwardParams<Element>;
-using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
-using KvTile = SwizzledTile<kBlockN, kChunk>;
-
-struct alignas(16) Work {  // a thread block's part of a tile; 16: moved at once
-  Tile tile;   // the block's own rows
-  int blocks;  // of keys, which the cluster walks through
-};
-constexpr int kNoMoreWork = -1;  // in place of `blocks`
-
-struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzle
-  Element q[kQStages][kBlockM * kHeadDimPadded];
-  Element k[kStages][kBlockN * kHeadDimPadded];
-  Element v[kStages][kBlockN * kHeadDimPadded];
-  u64 q_full[kQStages][kSlices], q_empty[kQStages];
-  u64 k_full[kStages][kSlices], k_empty[kStages];
-  u64 v_full[kStages], v_empty[kStages];
-  Work work[kQStages];  // whose Q it is: the producer tells the consumers
-};
-
-static_assert(sizeof(SharedStorage) == 197632, "fagen/config.py computed another size");
-static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
-static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
-static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
-static_assert((kHeadDim + 15) / 16 % kQkSteps == 0, "whole statements");
-static_assert(kBlockK / 16 % kQkSteps == 0, "a statement reads one slice");
-static_assert(kBlockN / kCluster % 8 == 0, "a block's share of K is whole rows of the swizzle");
-static_assert(kPersistent || (kQStages == 1 && !kDynamicTiles), "a block of one tile needs neither");
-static_assert(kCluster == 1 || !kDynamicTiles, "the blocks of a cluster would draw apart");
-static_assert(!kPingPong || kConsumerWarpgroups > 1, "turns need two warpgroups");
-
-// Named barriers beside 0, which __syncthreads uses.
-constexpr int kWarpgroupBarrier = 1;                    // + warpgroup: its 128 threads
-constexpr int kTurnBarrier = 1 + kConsumerWarpgroups;  // + warpgroup: it and the one before it
-
-template <bool kValue>
-struct Constant {
-  static constexpr bool value = kValue;
-};
+// Tiles from global to shared memory by TMA.
+// Rings of buffers in shared memory: a producer fills them by TMA, consumers read and return them.
 
 // A position in a ring of buffers and the parity of its barriers.
 template <int kDepth>
@@ -683,57 +535,281 @@ struct RingPosition {
   }
 };
 
-// A tile is the work of a cluster: kBlockM rows for each of its blocks.
-constexpr int kTileRows = kCluster * kBlockM;
-// A warpgroup may see fewer keys than its tile.
-constexpr bool kSkipBlocks = kCausal && kTileRows > 64;
+// The barriers of a ring of kDepth buffers, each of which arrives in kSlices parts.
+template <int kDepth, int kSlices>
+struct Ring {
+  using Position = RingPosition<kDepth>;
 
-// Blocks of keys that any of `rows` rows from `first_row` on sees.
-DEVICE int visible_blocks(int first_row, int rows, const Params& params) {
-  if (first_row >= params.seqlen_q) return 0;
-  const int last_row = min(first_row + rows, params.seqlen_q) - 1;
-  return (visible_keys<kCausal>(last_row, params) + kBlockN - 1) / kBlockN;
+  u64 (&full)[kDepth][kSlices];  // in shared memory
+  u64 (&empty)[kDepth];
+
+  // One thread, before all others. A buffer is empty again after `returns` arrivals.
+  DEVICE void init(int stage, u32 returns) const {
+    for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&full[stage][slice], 1);
+    mbarrier_init(&empty[stage], returns);
+  }
+
+  // ---- the producer ----
+
+  // Until the buffer is empty; at first at once, as a new barrier counts as having ended parity 1.
+  DEVICE void acquire(const Position& at) const { mbarrier_wait(&empty[at.stage], at.parity ^ 1); }
+
+  // `bytes` of a part are on their way.
+  DEVICE void expect(const Position& at, int slice, u32 bytes) const {
+    mbarrier_arrive_expect(&full[at.stage][slice], bytes);
+  }
+
+  // ---- a consumer ----
+
+  // Until a part is there.
+  DEVICE void wait(const Position& at, int slice) const {
+    mbarrier_wait(&full[at.stage][slice], at.parity);
+  }
+
+  // Until all of it is there.
+  DEVICE void wait(const Position& at) const {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) wait(at, slice);
+  }
+
+  // Returns the buffer and goes on to the next. Every warp arrives: each has its own view of when
+  // its products are done. In a cluster, at all blocks: who loads a share waits for all.
+  template <int kCluster>
+  DEVICE void release(Position& at, int lane) const {
+    if constexpr (kCluster == 1) {
+      if (lane == 0) mbarrier_arrive(&empty[at.stage]);
+    } else {
+      if (lane < kCluster) mbarrier_arrive_at(&empty[at.stage], lane);
+    }
+    at.advance();
+  }
+};
+// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
+// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
+// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
+// different banks.
+
+// kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes.
+template <typename TileElement, int kTileRows, int kTileChunk>
+struct SwizzledTile {
+  using Element = TileElement;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kChunk = kTileChunk;
+  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
+  static constexpr int kChunkElements = kRows * kChunk;
+
+  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
+  template <typename Integer>
+  DEVICE static Integer offset(Integer row, Integer column) {
+    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
+  }
+
+  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
+  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
+  // `address` has, and the tile lies at a multiple of the swizzle span.
+  DEVICE static u32 moved(u32 address, int rows, int columns) {
+    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
+    return (address ^ columns % kChunk * 2) + elements * 2;
+  }
+};
+
+// Starts the copy of the chunk of columns at `column` of a tile of one head, from row `first_row`
+// on. The blocks of a cluster load a share of the rows each, for all.
+template <typename Tile, int kCluster>
+DEVICE void load_chunk(typename Tile::Element* tile, const TensorMap* map, int column,
+                       int first_row, int head, int batch, u64* full) {
+  if constexpr (kCluster == 1) {
+    tma_load(tile + Tile::offset(0, column), map, column, first_row, head, batch, full);
+  } else {
+    const int row = blockIdx.x % kCluster * (Tile::kRows / kCluster);
+    tma_load_multicast<kCluster>(tile + Tile::offset(row, column), map, column, first_row + row,
+                                 head, batch, full);
+  }
+}
+// wgmma.mma_async for the two products of this kernel. The operand lists are written by fagen.
+// D is 64 rows of a warpgroup, in float; each instruction is a step of depth 16. Steps with no wait
+// between them are one asm statement: compile time goes with the operands of all statements.
+
+// D(64 x 64) = A(64 x 256, shared memory) * B(256 x 64), plus D if accumulate
+DEVICE void wgmma_qk(float (&d)[32], const u64 (&a)[16],
+    const u64 (&b)[16], bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %64, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %48, accumulate, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%33, %49, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%34, %50, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%35, %51, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%36, %52, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%37, %53, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%38, %54, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%39, %55, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%40, %56, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%41, %57, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%42, %58, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%43, %59, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%44, %60, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%45, %61, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%46, %62, 1, 1, 1, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%47, %63, 1, 1, 1, 0, 0;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a[0]), "l"(a[1]), "l"(a[2]), "l"(a[3]), "l"(a[4]), "l"(a[5]), "l"(a[6]), "l"(a[7]), "l"(a[8]), "l"(a[9]), "l"(a[10]), "l"(a[11]), "l"(a[12]), "l"(a[13]), "l"(a[14]), "l"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "l"(b[4]), "l"(b[5]), "l"(b[6]), "l"(b[7]), "l"(b[8]), "l"(b[9]), "l"(b[10]), "l"(b[11]), "l"(b[12]), "l"(b[13]), "l"(b[14]), "l"(b[15]), "r"(static_cast<int>(accumulate)));
 }
 
-// The tile of this cluster in a wave of as many as there are clusters, dealt out beforehand.
-DEVICE u32 tile_of_wave(u32 wave) {
-  const u32 clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
-  // Every other wave backwards: who had one of a head's longest tiles gets one of the shortest.
-  const bool backwards = kCausal && !kHeadGrouping && wave % 2 == 1;
-  return wave * clusters + (backwards ? clusters - 1 - cluster : cluster);
+// D(64 x 256) = A(64 x 64, registers) * B(64 x 256), plus D if accumulate
+DEVICE void wgmma_pv(float (&d)[128], const u32 (&a)[16],
+    const u64 (&b)[4], bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %148, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %144, accumulate, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%132, %133, %134, %135}, %145, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%136, %137, %138, %139}, %146, 1, 1, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%140, %141, %142, %143}, %147, 1, 1, 1, 1;\n"
+      "}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "l"(b[0]), "l"(b[1]), "l"(b[2]), "l"(b[3]), "r"(static_cast<int>(accumulate)));
+}
+
+
+using Params = ForwardParams<Element>;
+// Python packs the parameters: C++ has to lay them out the same.
+
+#ifdef __CUDACC_RTC__  // NVRTC has no offsetof, but what its front end makes of one
+#define FIELD_OFFSET(field) __INTADDR__(&(static_cast<Params*>(nullptr)->field))
+#else
+#define FIELD_OFFSET(field) __builtin_offsetof(Params, field)
+#endif
+static_assert(FIELD_OFFSET(q) == 0, "fagen packs another layout");
+static_assert(FIELD_OFFSET(k) == 8, "fagen packs another layout");
+static_assert(FIELD_OFFSET(v) == 16, "fagen packs another layout");
+static_assert(FIELD_OFFSET(o) == 24, "fagen packs another layout");
+static_assert(FIELD_OFFSET(lse) == 32, "fagen packs another layout");
+static_assert(FIELD_OFFSET(q_strides) == 40, "fagen packs another layout");
+static_assert(FIELD_OFFSET(k_strides) == 64, "fagen packs another layout");
+static_assert(FIELD_OFFSET(v_strides) == 88, "fagen packs another layout");
+static_assert(FIELD_OFFSET(o_strides) == 112, "fagen packs another layout");
+static_assert(FIELD_OFFSET(scale_log2) == 136, "fagen packs another layout");
+static_assert(FIELD_OFFSET(batch) == 140, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_q) == 144, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_kv) == 148, "fagen packs another layout");
+static_assert(FIELD_OFFSET(seqlen_q) == 152, "fagen packs another layout");
+static_assert(FIELD_OFFSET(seqlen_k) == 156, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_per_group) == 160, "fagen packs another layout");
+static_assert(FIELD_OFFSET(tiles) == 164, "fagen packs another layout");
+static_assert(sizeof(Params) == 168, "fagen packs another layout");
+#undef FIELD_OFFSET
+
+using QTile = SwizzledTile<Element, kBlockM, kChunk>;  // O passes through the same place
+using KTile = SwizzledTile<Element, kBlockN, kChunk>;
+using VTile = SwizzledTile<Element, kBlockN, kChunk>;
+using PTile = SwizzledTile<Element, 64, 64>;
+
+struct alignas(16) Work {  // a thread block's part of a tile; 16: moved at once
+  Tile tile;          // the block's own rows
+  BlockRange blocks;  // of keys, which the cluster walks through
+};
+constexpr int kNoMoreWork = -1;  // in place of the end of `blocks`
+
+struct alignas(1024) SharedStorage {  // 1024: the period of the 128-byte swizzle
+  Element q[kQStages][kBlockM * kQkColumns];
+  Element k[kStages][kBlockN * kQkColumns];
+  Element v[kStages][kBlockN * kVColumns];
+  u64 q_full[kQStages][kSlices], q_empty[kQStages];
+  u64 k_full[kStages][kSlices], k_empty[kStages];
+  u64 v_full[kStages][1], v_empty[kStages];
+  Work work[kQStages];  // whose Q it is: the producer tells the consumers
+};
+
+static_assert(sizeof(SharedStorage) == 197632, "fagen computed another size");
+static_assert(kBlockM == 64 * kConsumerWarpgroups, "a consumer warpgroup computes 64 rows");
+static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "wgmma takes 16 keys a step, 256 columns at most");
+static_assert(kBlockK % kChunk == 0 && kQkColumns % kBlockK == 0, "slices are whole chunks");
+static_assert((kHeadDimQk + 15) / 16 % kQkSteps == 0, "whole statements");
+static_assert(kBlockK / 16 % kQkSteps == 0, "a statement reads one slice");
+static_assert(kVColumns <= kQkColumns, "O leaves through the place of Q");
+static_assert(kBlockN / kCluster % 8 == 0, "a block's share of K is whole rows of the swizzle");
+static_assert(kPersistent || (kQStages == 1 && !kDynamicTiles), "a block of one tile needs neither");
+static_assert(kCluster == 1 || !kDynamicTiles, "the blocks of a cluster would draw apart");
+static_assert(!kPingPong || kConsumerWarpgroups > 1, "turns need two warpgroups");
+
+// Named barriers beside 0, which __syncthreads uses.
+constexpr int kWarpgroupBarrier = 1;                    // + warpgroup: its 128 threads
+constexpr int kTurnBarrier = 1 + kConsumerWarpgroups;  // + warpgroup: it and the one before it
+
+// Blocks of keys that any of `rows` rows from `first_row` on sees.
+DEVICE BlockRange blocks_of_rows(int first_row, int rows, const Params& params) {
+  int end = BlockRange::begin;
+  if (first_row < params.seqlen_q) {
+    const int last_row = min(first_row + rows, params.seqlen_q) - 1;
+    end = seen_blocks<kCausal, kBlockN>(last_row, params).end;
+  }
+  return {end};
 }
 
 DEVICE Work work_at(u32 index, const Params& params) {
   Tile tile = tile_at<kTileRows, kCausal, kHeadGrouping>(index, params);
-  const int blocks = visible_blocks(tile.first_row, kTileRows, params);
+  const BlockRange blocks = blocks_of_rows(tile.first_row, kTileRows, params);
   if (kCluster > 1) tile.first_row += blockIdx.x % kCluster * kBlockM;
   return {tile, blocks};
-}
-
-// A tile that no block has had: the first gridDim.x are dealt out, the counter is for the rest.
-DEVICE u32 draw_tile(u32* counter, const Params& params) {
-  const u32 drawn = atomicAdd(counter, 1);
-  // Each tile is followed by a draw, so this is the last one: 0 again, for the next launch.
-  if (drawn + 1 == params.tiles) *counter = 0;
-  // Through a shuffle, of the one lane that is here: the compiler then takes it for uniform, and
-  // keeps what follows from it out of the producer's few registers.
-  return gridDim.x + __shfl_sync(1, drawn, 0);
 }
 
 // ---- the producer: one thread, which keeps the rings full ----
 
 DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorMap& k_map,
-                    const TensorMap& v_map, const Params& params, u32* tile_counter) {
+                    const TensorMap& v_map, const Params& params, u32* tile_counter = nullptr) {
   const int q_heads_per_kv_head = params.heads_q / params.heads_kv;
-  RingPosition<kStages> ring;
-  RingPosition<kQStages> q_ring;
-
-  // Until an older tile's O has left it; at first at once, as a new barrier counts as having ended
-  // parity 1.
-  auto wait_for_q_buffer = [&] {
-    mbarrier_wait(&shared.q_empty[q_ring.stage], q_ring.parity ^ 1);
-  };
-  u32 wave = 0, index = tile_of_wave(0);
+  const Ring<kQStages, kSlices> q_ring{shared.q_full, shared.q_empty};
+  const Ring<kStages, kSlices> k_ring{shared.k_full, shared.k_empty};
+  const Ring<kStages, 1> v_ring{shared.v_full, shared.v_empty};
+  RingPosition<kStages> kv_at;
+  RingPosition<kQStages> q_at;
+  auto wait_for_q_buffer = [&] { q_ring.acquire(q_at); };  // until an older tile's O has left it
+  u32 wave = 0, index = tile_of_wave<kCluster, kBackAndForth>(0);
   while (index < params.tiles) {
     const Work work = work_at(index, params);
     const Tile& tile = work.tile;
@@ -741,79 +817,69 @@ DEVICE void produce(SharedStorage& shared, const TensorMap& q_map, const TensorM
 
     auto load_q = [&] {
       wait_for_q_buffer();
-      if (kPersistent) shared.work[q_ring.stage] = work;
+      if (kPersistent) shared.work[q_at.stage] = work;
 #pragma unroll
-      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
-        u64* full = &shared.q_full[q_ring.stage][column / kBlockK];
-        if (column % kBlockK == 0) mbarrier_arrive_expect(full, kQTileBytes / kSlices);
-        tma_load(shared.q[q_ring.stage] + QTile::offset(0, column), &q_map, column,
-                 tile.first_row, tile.head, tile.batch, full);
+      for (int column = 0; column < kQkColumns; column += kChunk) {
+        const int slice = column / kBlockK;
+        if (column % kBlockK == 0) q_ring.expect(q_at, slice, kQTileBytes / kSlices);
+        load_chunk<QTile, 1>(shared.q[q_at.stage], &q_map, column, tile.first_row, tile.head,
+                             tile.batch, &q_ring.full[q_at.stage][slice]);
       }
-      q_ring.advance();
-    };
-    // Part of K or V, rows `first_key` and on; a cluster's blocks load a share each, for all.
-    auto load_keys = [&](Element* tile_start, const TensorMap* map, int column, int first_key,
-                         u64* full) {
-      if constexpr (kCluster == 1) {
-        tma_load(tile_start + KvTile::offset(0, column), map, column, first_key, kv_head,
-                 tile.batch, full);
-      } else {
-        const int row = blockIdx.x % kCluster * (kBlockN / kCluster);
-        tma_load_multicast<kCluster>(tile_start + KvTile::offset(row, column), map, column,
-                                     first_key + row, kv_head, tile.batch, full);
-      }
+      q_at.advance();
     };
     auto load_k = [&](int block) {
-      mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
+      k_ring.acquire(kv_at);
 #pragma unroll
-      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
-        u64* full = &shared.k_full[ring.stage][column / kBlockK];
-        if (column % kBlockK == 0) mbarrier_arrive_expect(full, kKvTileBytes / kSlices);
-        load_keys(shared.k[ring.stage], &k_map, column, block * kBlockN, full);
+      for (int column = 0; column < kQkColumns; column += kChunk) {
+        const int slice = column / kBlockK;
+        if (column % kBlockK == 0) k_ring.expect(kv_at, slice, kKTileBytes / kSlices);
+        load_chunk<KTile, kCluster>(shared.k[kv_at.stage], &k_map, column, block * kBlockN, kv_head,
+                                    tile.batch, &k_ring.full[kv_at.stage][slice]);
       }
     };
     auto load_v = [&](int block) {
-      mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
-      u64* full = &shared.v_full[ring.stage];
-      mbarrier_arrive_expect(full, kKvTileBytes);
+      v_ring.acquire(kv_at);
+      v_ring.expect(kv_at, 0, kVTileBytes);
 #pragma unroll
-      for (int column = 0; column < kHeadDimPadded; column += kChunk) {
-        load_keys(shared.v[ring.stage], &v_map, column, block * kBlockN, full);
+      for (int column = 0; column < kVColumns; column += kChunk) {
+        load_chunk<VTile, kCluster>(shared.v[kv_at.stage], &v_map, column, block * kBlockN, kv_head,
+                                    tile.batch, v_ring.full[kv_at.stage]);
       }
     };
 
     // Q comes even where there is nothing to multiply: the consumers count on it. A lone buffer may
     // still hold the last O, so the first K goes ahead of it.
-    if (kQStages > 1 || work.blocks == 0) load_q();
-    for (int block = work.blocks - 1; block >= 0; --block) {
+    if (kQStages > 1 || work.blocks.end == work.blocks.begin) load_q();
+    for (int block = work.blocks.end - 1; block >= work.blocks.begin; --block) {
       load_k(block);
-      if (kQStages == 1 && block == work.blocks - 1) load_q();
+      if (kQStages == 1 && block == work.blocks.end - 1) load_q();
       load_v(block);
-      ring.advance();
+      kv_at.advance();
     }
     if (!kPersistent) break;
-    index = kDynamicTiles ? draw_tile(tile_counter, params) : tile_of_wave(++wave);
+    index = kDynamicTiles ? draw_tile(tile_counter, params.tiles)
+                          : tile_of_wave<kCluster, kBackAndForth>(++wave);
   }
   if (kCluster > 1) {  // stay until the other blocks have arrived at this one for the last time
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_wait(&shared.k_empty[ring.stage], ring.parity ^ 1);
-      mbarrier_wait(&shared.v_empty[ring.stage], ring.parity ^ 1);
-      ring.advance();
+      k_ring.acquire(kv_at);
+      v_ring.acquire(kv_at);
+      kv_at.advance();
     }
   }
   if (kPersistent) {  // in place of a Q, word that there is none
     wait_for_q_buffer();
-    shared.work[q_ring.stage].blocks = kNoMoreWork;
-    mbarrier_arrive(&shared.q_full[q_ring.stage][0]);
+    shared.work[q_at.stage].blocks.end = kNoMoreWork;
+    mbarrier_arrive(&q_ring.full[q_at.stage][0]);
   }
 }
 
-// ---- the consumers: a warpgroup computes 64 rows of O ----
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
 
-DEVICE void wait_for_slices(u64 (&full)[kSlices], u32 parity) {
-#pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(&full[slice], parity);
-}
+// ---- the consumers: a warpgroup computes 64 rows of O ----
 
 DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params& params) {
   // A value that is the same in all lanes, through a shuffle so that the compiler knows it: it
@@ -823,8 +889,11 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int lane_row = warpgroup * 64 + warp * 16 + lane / 4;  // and lane_row + 8, within the tile
   const float scale_log2 = params.scale_log2;
-  RingPosition<kStages> k_ring, v_ring;
-  RingPosition<kQStages> q_ring;
+  const Ring<kQStages, kSlices> q_ring{shared.q_full, shared.q_empty};
+  const Ring<kStages, kSlices> k_ring{shared.k_full, shared.k_empty};
+  const Ring<kStages, 1> v_ring{shared.v_full, shared.v_empty};
+  RingPosition<kStages> k_at, v_at;
+  RingPosition<kQStages> q_at;
 
   // Q and K lie with the product's depth (the head dim) contiguous, V with its width.
   const u64 q_descriptor = matrix_descriptor<kChunkBytes>(
@@ -834,16 +903,6 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
       matrix_descriptor<kChunkBytes>(shared.v[0], kBlockN * kChunkBytes, 8 * kChunkBytes);
 
   auto sync_warpgroup = [&] { barrier_sync(kWarpgroupBarrier + warpgroup, 128); };
-  // Hands a buffer of K or V back. Every warp arrives: each has its own view of when its products
-  // are done.
-  auto release = [&](u64 (&empty)[kStages], RingPosition<kStages>& ring) {
-    if constexpr (kCluster == 1) {
-      if (lane == 0) mbarrier_arrive(&empty[ring.stage]);
-    } else {  // who loads a share waits for all
-      if (lane < kCluster) mbarrier_arrive_at(&empty[ring.stage], lane);
-    }
-    ring.advance();
-  };
   // Lets the producer have the buffer that the last O leaves through, once it has left.
   u64* leaving = nullptr;
   auto free_q = [&] {
@@ -864,44 +923,43 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   // The next work. The producer of a persistent block sends it beside Q: to divide an index into a
   // tile here would delay the products.
   auto receive_work = [&] {
-    if (!kPersistent) return work_at(tile_of_wave(0), params);
-    mbarrier_wait(&shared.q_full[q_ring.stage][0], q_ring.parity);
-    const Work& sent = shared.work[q_ring.stage];
+    if (!kPersistent) return work_at(tile_of_wave<kCluster, kBackAndForth>(0), params);
+    q_ring.wait(q_at, 0);
+    const Work& sent = shared.work[q_at.stage];
     return Work{uniform(sent.tile.first_row), uniform(sent.tile.head), uniform(sent.tile.batch),
-                uniform(sent.blocks)};
+                {uniform(sent.blocks.end)}};
   };
 
   while (true) {
     const Work work = receive_work();
-    if (work.blocks == kNoMoreWork) break;
+    if (work.blocks.end == kNoMoreWork) break;
     const Tile& tile = work.tile;
 
-    float o[kHeadDim / 2];  // (64, kHeadDim) of the warpgroup, as softmax.cuh says
+    float o[kHeadDimV / 2];  // (64, kHeadDimV) of the warpgroup, see fragment.cuh
     float s[kBlockN / 2];   // (64, kBlockN): scores, then probabilities
     u32 p[kBlockN / 4];     // the probabilities as wgmma's A fragments, two to a register
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
     OnlineSoftmax<kLazyRescale, kExp2FmaEvery> softmax;
     float correction[2];
 
     const int row = tile.first_row + lane_row;
-    const int visible[2] = {visible_keys<kCausal>(row, params),
-                            visible_keys<kCausal>(row + 8, params)};
+    const KeyRange visible[2] = {visible_keys<kCausal>(row, params),
+                                 visible_keys<kCausal>(row + 8, params)};
     const int first_row = tile.first_row + warpgroup * 64;
-    // No row of the warpgroup sees blocks from seen_blocks on, every row sees those below
-    // first_masked whole.
-    const int seen_blocks = kSkipBlocks ? visible_blocks(first_row, 64, params) : work.blocks;
-    const int first_masked = visible_keys<kCausal>(first_row, params) / kBlockN;
+    // What some row of the warpgroup sees, and what every row sees whole.
+    const BlockRange seen = kSkipBlocks ? blocks_of_rows(first_row, 64, params) : work.blocks;
+    const BlockRange whole = whole_blocks<kCausal, kBlockN>(first_row, params);
 
     // S = Q K^T, slice by slice as they arrive.
     auto multiply_qk = [&](bool first) {
-      const u64 q_stage = q_descriptor + q_ring.stage * (kQTileBytes >> 4);
-      const u64 k_stage = k_descriptor + k_ring.stage * (kKvTileBytes >> 4);
+      const u64 q_stage = q_descriptor + q_at.stage * (kQTileBytes >> 4);
+      const u64 k_stage = k_descriptor + k_at.stage * (kKTileBytes >> 4);
 #pragma unroll
-      for (int column = 0; column < kHeadDim; column += 16 * kQkSteps) {
+      for (int column = 0; column < kHeadDimQk; column += 16 * kQkSteps) {
         if (column % kBlockK == 0) {
-          if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], q_ring.parity);
-          mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], k_ring.parity);
+          if (first) q_ring.wait(q_at, column / kBlockK);
+          k_ring.wait(k_at, column / kBlockK);
           if (column == 0) wait_for_turn();
           wgmma_fence();
         }
@@ -909,7 +967,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 #pragma unroll
         for (int i = 0; i < kQkSteps; ++i) {
           q[i] = q_stage + (QTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
-          k[i] = k_stage + (KvTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
+          k[i] = k_stage + (KTile::offset(0, column + 16 * i) * sizeof(Element) >> 4);
         }
         wgmma_qk(s, q, k, column > 0);
       }
@@ -919,8 +977,8 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // O += P V
     auto multiply_pv = [&] {
-      const u64 v_stage = v_descriptor + v_ring.stage * (kKvTileBytes >> 4);
-      mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
+      const u64 v_stage = v_descriptor + v_at.stage * (kVTileBytes >> 4);
+      v_ring.wait(v_at);
       wgmma_fence();
       u64 v[kBlockN / 16];
 #pragma unroll
@@ -939,21 +997,21 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     auto scores_ready = [&] {
       pin_registers(s);
-      release(shared.k_empty, k_ring);
+      k_ring.release<kCluster>(k_at, lane);
     };
     auto output_ready = [&] {
       pin_registers(o);
-      release(shared.v_empty, v_ring);
+      v_ring.release<kCluster>(v_at, lane);
     };
     auto update_softmax = [&](auto masked, int block) {
       constexpr bool kMasked = decltype(masked)::value;
-      if (kMasked && block >= first_masked) mask_scores(s, block * kBlockN, visible);
+      if (kMasked && block >= whole.end) hide_keys(s, block * kBlockN, visible);
       softmax.template update<kMasked>(s, scale_log2, correction);
     };
 
     // One block of keys, one after the other within the warpgroup.
     auto step = [&](auto masked, int block) {
-      multiply_qk(block == seen_blocks - 1);
+      multiply_qk(block == seen.end - 1);
       wgmma_wait<0>();
       pass_turn();
       scores_ready();
@@ -967,7 +1025,7 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
 
     // The same, with the softmax of this block under the second product of the one before.
     auto overlapped_step = [&](auto masked, int block) {
-      const bool first = masked.value && block == seen_blocks - 1;
+      const bool first = masked.value && block == seen.end - 1;
       multiply_qk(first);
       if (first) {
         // An empty group in place of the product. Without the fence ptxas injects one (C7519).
@@ -992,34 +1050,34 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     // Hands back a block that only other warpgroups see: in its turn, and not before it is there,
     // as its buffers are then loaded anew.
     auto skip_block = [&] {
-      wait_for_slices(shared.k_full[k_ring.stage], k_ring.parity);
+      k_ring.wait(k_at);
       wait_for_turn();
       pass_turn();
-      release(shared.k_empty, k_ring);
-      mbarrier_wait(&shared.v_full[v_ring.stage], v_ring.parity);
-      release(shared.v_empty, v_ring);
+      k_ring.release<kCluster>(k_at, lane);
+      v_ring.wait(v_at);
+      v_ring.release<kCluster>(v_at, lane);
     };
 
     // From the last block of keys to the first, so that the masked ones come first.
-    int block = work.blocks - 1;
-    for (; block >= seen_blocks; --block) skip_block();
-    if (block >= 0) {
+    int block = work.blocks.end - 1;
+    for (; block >= seen.end; --block) skip_block();
+    if (block >= seen.begin) {
       if constexpr (kOverlap) {
         // The first block goes with the masked ones, be it masked or not; of a full mask, alone.
         do {
           overlapped_step(Constant<true>(), block--);
-        } while (kCausal && block >= first_masked);
-        while (block >= 0) overlapped_step(Constant<false>(), block--);
+        } while (kCausal && block >= whole.end);
+        while (block >= seen.begin) overlapped_step(Constant<false>(), block--);
         multiply_pv();
         wgmma_wait<0>();
         output_ready();
       } else {
-        while (block >= first_masked) step(Constant<true>(), block--);
-        while (block >= 0) step(Constant<false>(), block--);
+        while (block >= whole.end) step(Constant<true>(), block--);
+        while (block >= seen.begin) step(Constant<false>(), block--);
       }
     } else {
       // No key, but Q was loaded: its arrival must be seen before its place is reused.
-      wait_for_slices(shared.q_full[q_ring.stage], q_ring.parity);
+      q_ring.wait(q_at);
       if (kQStages > 1) free_q();
     }
 
@@ -1033,17 +1091,17 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     }
 
     // O goes out by TMA from this warpgroup's rows of Q, which nobody reads any more.
-    Element* const staged = shared.q[q_ring.stage];
+    Element* const staged = shared.q[q_at.stage];
     // The place that this lane names to stmatrix.
     const int matrix_row = warpgroup * 64 + warp * 16 + lane % 16, matrix_column = lane / 16 * 8;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i += 8) {  // 16 columns
+    for (int i = 0; i < kHeadDimV / 2; i += 8) {  // 16 columns
       u32 matrices[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int j = i + 2 * m;  // the head dim may end amid these
         const float inverse = inverse_sum[fragment_row(j)];
-        matrices[m] = j < kHeadDim / 2 ? pack<Element>(o[j] * inverse, o[j + 1] * inverse) : 0;
+        matrices[m] = j < kHeadDimV / 2 ? pack<Element>(o[j] * inverse, o[j + 1] * inverse) : 0;
       }
       store_matrix_x4(staged + QTile::offset(matrix_row, 2 * i + matrix_column), matrices);
     }
@@ -1051,16 +1109,16 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
     sync_warpgroup();  // one thread stores what all four warps wrote
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
-      for (int column = 0; column < kHeadDim; column += kChunk) {
+      for (int column = 0; column < kHeadDimV; column += kChunk) {
         tma_store(&o_map, staged + QTile::offset(warpgroup * 64, column), column, first_row,
                   tile.head, tile.batch);
       }
       tma_store_commit();
     }
-    leaving = &shared.q_empty[q_ring.stage];
+    leaving = &shared.q_empty[q_at.stage];
     if (kQStages == 1) free_q();
     if (!kPersistent) break;
-    q_ring.advance();
+    q_at.advance();
   }
 
   if (kQStages > 1) free_q();  // a block's shared memory must outlive TMA's reads of it
@@ -1068,10 +1126,12 @@ DEVICE void consume(SharedStorage& shared, const TensorMap& o_map, const Params&
   if (warpgroup == 0) wait_for_turn();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
-    fagen_forward_bf16_d256_full(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+extern "C" __global__ void
+    __launch_bounds__(kThreads, kMinBlocksPerSm)
+    fagen_forward_bf16_d256_full(
+        const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap o_map,
-        const __grid_constant__ Params params, u32* tile_counter) {  // 0, or null if not used
+        const __grid_constant__ Params params, u32* tile_counter) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -1079,15 +1139,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     tma_prefetch(&q_map);
     tma_prefetch(&k_map);
     tma_prefetch(&v_map);
-    for (int stage = 0; stage < kQStages; ++stage) {
-      for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.q_full[stage][slice], 1);
-      mbarrier_init(&shared.q_empty[stage], kConsumerWarpgroups);
-    }
+    const Ring<kQStages, kSlices> q_ring{shared.q_full, shared.q_empty};
+    const Ring<kStages, kSlices> k_ring{shared.k_full, shared.k_empty};
+    const Ring<kStages, 1> v_ring{shared.v_full, shared.v_empty};
+    for (int stage = 0; stage < kQStages; ++stage) q_ring.init(stage, kConsumerWarpgroups);
     for (int stage = 0; stage < kStages; ++stage) {
-      for (int slice = 0; slice < kSlices; ++slice) mbarrier_init(&shared.k_full[stage][slice], 1);
-      mbarrier_init(&shared.k_empty[stage], kCluster * kConsumerWarpgroups * 4);
-      mbarrier_init(&shared.v_full[stage], 1);
-      mbarrier_init(&shared.v_empty[stage], kCluster * kConsumerWarpgroups * 4);
+      k_ring.init(stage, kCluster * kConsumerWarpgroups * 4);
+      v_ring.init(stage, kCluster * kConsumerWarpgroups * 4);
     }
     mbarrier_init_fence();
   }
@@ -1106,3 +1164,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     consume(shared, o_map, params);
   }
 }
+
+#undef DEVICE
+}  // namespace fagen_forward_bf16_d256_full

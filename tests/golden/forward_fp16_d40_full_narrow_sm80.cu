@@ -5,7 +5,8 @@
 //   launch  128 threads, 24576 bytes of dynamic shared memory; forward_fp16_d40_full_narrow_sm80_host.cu does it
 //   build   nvcc -std=c++17 -arch=sm_80 -c forward_fp16_d40_full_narrow_sm80.cu
 
-// fagen_forward_fp16_d40_full_narrow: forward attention, fp16, head dim 40, full mask.
+// fagen_forward_fp16_d40_full_narrow:
+// forward attention, fp16, head dim 40, full mask.
 //
 // O = softmax(softmax_scale * Q K^T + mask) V for Ampere and every later architecture, after
 // FlashAttention-2: each warp computes its own rows of Q with mma.sync, K and V come through rings
@@ -14,6 +15,9 @@
 // Written by fagen from forward_sm80.cu.j2 with the config
 //   forward_sm80 128x64x48 stages=1 min_blocks_per_sm=1 exp2_fma_every=0 head_grouping warps=4
 
+namespace fagen_forward_fp16_d40_full_narrow {
+
+// Instructions that came with Ampere, one per function: cp.async, ldmatrix, mma.sync.
 // One PTX instruction per function, with types. Policy lives in the kernels.
 // Names and semantics: "PTX ISA", the section named for each instruction.
 
@@ -135,7 +139,8 @@ DEVICE void mma_m16n8k16<Half>(float* d, const u32* a, u32 b0, u32 b1) {
 
 using Element = Half;
 
-constexpr int kHeadDim = 40;  // columns of Q, K, V and O
+constexpr int kHeadDimQk = 40;  // columns of Q and K
+constexpr int kHeadDimV = 40;  // columns of V and O
 constexpr bool kCausal = false;  // query i sees keys up to i + seqlen_k - seqlen_q
 constexpr int kAlignment = 2;  // bytes that bases and strides are multiples of
 constexpr int kBlockM = 128;  // rows of Q per thread block
@@ -145,35 +150,36 @@ constexpr int kWarps = 4;  // the rows of the thread block are split among them
 constexpr int kStages = 1;  // depth of the K ring and of the V ring
 constexpr int kMinBlocksPerSm = 1;
 constexpr int kThreads = 128;
-constexpr bool kQInRegisters = false;  // Q stays in registers, the rings take its place
+constexpr bool kQInRegisters = false;  // Q stays there, the rings take its place
 constexpr bool kLazyRescale = false;  // rescale O only when a maximum grew much
-constexpr int kExp2FmaEvery = 0;  // one of so many groups of four exponentials on the FMA pipe; 0: none
+constexpr int kExp2FmaEvery = 0;  // see softmax.cuh; 0: no exponential on the FMA pipe
 constexpr bool kHeadGrouping = true;  // tiles of several heads interleaved
 
-constexpr int kHeadDimPadded = 48;  // columns of a Q, K or V tile; the rest are zeros
+// Columns of a tile in shared memory; those past the head dim are zeros.
+constexpr int kQkColumns = 48;
+constexpr int kVColumns = 48;
 constexpr int kChunk = 16;  // columns side by side in shared memory: one swizzle span
-constexpr int kSlices = kHeadDimPadded / kBlockK;
+constexpr int kSlices = kQkColumns / kBlockK;
 constexpr int kWarpRows = kBlockM / kWarps;
 constexpr int kRowTiles = kWarpRows / 16;  // of a warp, 16 rows of Q each
-constexpr int kKeyTiles = kBlockN / 16;  // of a block of keys, 16 keys each
-constexpr int kColumnTiles = (kHeadDim + 15) / 16;  // 16 columns each; the last may be half one
-constexpr int kQColumnTiles = kQInRegisters ? kColumnTiles : 2;  // of Q, in registers at a time
-constexpr int kAhead = 4;  // fragments of K or V in registers at a time
+constexpr int kQkTiles = (kHeadDimQk + 15) / 16;  // 16 columns each; the last may be half one
+constexpr int kQTiles = kQInRegisters ? kQkTiles : 2;  // of Q, in registers at a time
 
-constexpr int kQElements = kBlockM * kHeadDimPadded;
-constexpr int kKvElements = kBlockN * kHeadDimPadded;
-constexpr int kRingElements = 2 * kStages * kKvElements;
+constexpr int kQElements = kBlockM * kQkColumns;
+constexpr int kKElements = kBlockN * kQkColumns;
+constexpr int kVElements = kBlockN * kVColumns;
+constexpr int kRingElements = kStages * (kKElements + kVElements);
 constexpr int kLarger = kQElements > kRingElements ? kQElements : kRingElements;
 constexpr int kSmemElements = kQInRegisters ? kLarger : kQElements + kRingElements;
-constexpr int kSmemBytes = kSmemElements * sizeof(Element);
 
-static_assert(kSmemBytes == 24576, "fagen/config.py computed another size");
-static_assert(kThreads == 32 * kWarps, "fagen/config.py computed other threads");
+static_assert(kSmemElements * sizeof(Element) == 24576, "fagen computed another size");
+static_assert(kThreads == 32 * kWarps, "fagen computed other threads");
 static_assert(kBlockM == 16 * kRowTiles * kWarps, "a warp computes tiles of 16 rows");
-static_assert(kBlockN == 16 * kKeyTiles, "mma.sync takes 16 keys of V a step");
-static_assert(kBlockK % kChunk == 0 && kHeadDimPadded % kBlockK == 0, "slices are whole chunks");
+static_assert(kBlockN % 16 == 0, "mma.sync takes 16 keys of V a step");
+static_assert(kBlockK % kChunk == 0 && kQkColumns % kBlockK == 0, "slices are whole chunks");
+static_assert(kVColumns <= kQkColumns, "O leaves through the place of Q");
 
-// What the host passes to every forward kernel. fagen/launch.py packs the same fields.
+// What the host passes to every forward kernel; params_layout.cuh checks that it packs the same.
 
 struct Strides {  // in elements; the head dim is contiguous
   long long batch, row, head;
@@ -192,8 +198,7 @@ struct ForwardParams {
   int heads_per_group;  // heads that run side by side because their K and V fit L2 together
   int tiles;            // batch * heads_q * ceil(seqlen_q / rows of a tile)
 };
-static_assert(sizeof(ForwardParams<char>) == 168, "fagen/launch.py packs another layout");
-// Which rows of which head a tile index means, and which keys those rows see.
+// Which rows of which head a tile index means.
 
 struct Tile {
   int first_row, head, batch;
@@ -221,46 +226,14 @@ DEVICE Tile tile_at(int index, const Params& params) {
   const int batch = head_index / params.heads_q;
   return {m_block * kTileRows, head_index - batch * params.heads_q, batch};
 }
-
-// Row `row` sees keys [0, visible_keys). Causal masks are aligned bottom-right: the last row sees
-// every key, and rows above seqlen_q - seqlen_k see none.
-template <bool kCausal, typename Params>
-DEVICE int visible_keys(int row, const Params& params) {
-  if (!kCausal) return params.seqlen_k;
-  return max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q));
-}
-// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
-// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
-// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
-// different banks.
-
-template <int kRows, int kChunk>  // kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes
-struct SwizzledTile {
-  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
-  static constexpr int kChunkElements = kRows * kChunk;
-
-  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
-  template <typename Integer>
-  DEVICE static Integer offset(Integer row, Integer column) {
-    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
-    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
-  }
-
-  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
-  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
-  // `address` has, and the tile lies at a multiple of the swizzle span.
-  DEVICE static u32 moved(u32 address, int rows, int columns) {
-    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
-    return (address ^ columns % kChunk * 2) + elements * 2;
-  }
-};
-// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
-//
-// Lane t of a warp holds of a 16-row fragment the rows t/4 and t/4 + 8, and of each 8 columns the
-// columns 2*(t%4) and 2*(t%4) + 1: element i is in row t/4 + 8 * (i / 2 % 2) and column
-// 8 * (i / 4) + 2 * (t % 4) + i % 2. mma.sync and wgmma agree on this.
+// Which keys a query sees. Everything in a kernel that asks so asks here.
+// How a warp holds an accumulator, whichever instruction computes it: of 16 rows, lane t has the
+// rows t/4 and t/4 + 8, and of each 8 columns the columns 2*(t%4) and 2*(t%4) + 1. Element i is in
+// row t/4 + 8 * fragment_row(i) and column 2 * (t%4) + fragment_column(i).
 
 DEVICE constexpr int fragment_row(int i) { return i / 2 % 2; }  // 0 or 1, of the lane's two rows
+
+DEVICE constexpr int fragment_column(int i) { return 8 * (i / 4) + i % 2; }
 
 // Four lanes hold a row.
 DEVICE float row_maximum(float x) {
@@ -273,6 +246,56 @@ DEVICE float row_total(float x) {
   return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// The same elements in 16 bits, two to a register: they lie as the next product's operand A does.
+template <typename Element, int kCount>
+DEVICE void pack_fragment(u32 (&packed)[kCount / 2], const float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) packed[i / 2] = pack<Element>(values[i], values[i + 1]);
+}
+
+struct KeyRange {  // [begin, end)
+  int begin, end;
+};
+
+// The keys that row `row` sees. Causal masks are aligned bottom-right: the last row sees every key,
+// and rows above seqlen_q - seqlen_k see none.
+template <bool kCausal, typename Params>
+DEVICE KeyRange visible_keys(int row, const Params& params) {
+  if (!kCausal) return {0, params.seqlen_k};
+  return {0, max(0, min(params.seqlen_k, row + 1 + params.seqlen_k - params.seqlen_q))};
+}
+
+struct BlockRange {  // blocks of keys, [begin, end)
+  static constexpr int begin = 0;  // no mask hides the first keys
+  int end;
+};
+
+// Blocks of kBlockN keys that some row up to `last_row` sees.
+template <bool kCausal, int kBlockN, typename Params>
+DEVICE BlockRange seen_blocks(int last_row, const Params& params) {
+  return {(visible_keys<kCausal>(last_row, params).end + kBlockN - 1) / kBlockN};
+}
+
+// Blocks that every row from `first_row` on sees whole.
+template <bool kCausal, int kBlockN, typename Params>
+DEVICE BlockRange whole_blocks(int first_row, const Params& params) {
+  return {visible_keys<kCausal>(first_row, params).end / kBlockN};
+}
+
+// Sets the scores of keys that the lane's two rows do not see to -infinity. `first_key` is the key
+// of the fragment's column 0.
+template <int kCount>
+DEVICE void hide_keys(float (&scores)[kCount], int first_key, const KeyRange (&visible)[2]) {
+  const int lane_key = first_key + 2 * (threadIdx.x % 4);
+  // Both counted from the lane's first column.
+  const int lane_end[2] = {visible[0].end - lane_key, visible[1].end - lane_key};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] = fragment_column(i) < lane_end[fragment_row(i)] ? scores[i] : -infinity();
+  }
+}
+// Online softmax over the rows of an accumulator fragment (FlashAttention, algorithm 1).
+
 // exp2(x) on the FMA pipe: 2**integer * polynomial(fraction), fraction in [-1/2, 1/2]. The cubic
 // minimises the largest relative error, 1e-4 (less than half an ulp of bf16). x <= 0.
 DEVICE float exp2_polynomial(float x) {
@@ -284,20 +307,6 @@ DEVICE float exp2_polynomial(float x) {
   p = fmaf(fraction, p, 0.6931200f);
   p = fmaf(fraction, p, 0.99992522f);
   return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
-}
-
-// Sets the elements of keys at or past the row's visible count to -infinity. `first_key` is the
-// key of the fragment's column 0.
-template <int kCount>
-DEVICE void mask_scores(float (&scores)[kCount], int first_key, const int (&visible)[2]) {
-  const int lane_key = first_key + 2 * (threadIdx.x % 4);
-  // Both counted from the lane's first column.
-  const int lane_visible[2] = {visible[0] - lane_key, visible[1] - lane_key};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int column = 8 * (i / 4) + i % 2;
-    scores[i] = column < lane_visible[fragment_row(i)] ? scores[i] : -infinity();
-  }
 }
 
 // The running maximum and sum of a lane's two rows. Sums are the lane's own until `finish`.
@@ -366,59 +375,42 @@ struct OnlineSoftmax {
     }
   }
 };
+// Tiles from global to shared memory by cp.async, in units of 8 elements (16 bytes).
+// How a tile of 16-bit elements lies in shared memory: chunks of kChunk columns one after the
+// other, the rows of a chunk one after the other, and in a row its 16-byte units exchanged
+// (XOR-swizzled) as TMA and wgmma expect it, so that eight rows of a column unit lie in
+// different banks.
 
-using Params = ForwardParams<Element>;
-using QTile = SwizzledTile<kBlockM, kChunk>;  // O passes through the same place
-using KvTile = SwizzledTile<kBlockN, kChunk>;
+// kChunk: 16, 32 or 64 columns, a swizzle of 2 * kChunk bytes.
+template <typename TileElement, int kTileRows, int kTileChunk>
+struct SwizzledTile {
+  using Element = TileElement;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kChunk = kTileChunk;
+  static constexpr int kUnits = kChunk / 8;  // 16-byte units per row
+  static constexpr int kChunkElements = kRows * kChunk;
 
-template <int kValue>
-struct Constant {
-  static constexpr int value = kValue;
-};
-
-// Calls visit(Constant<0>()) to visit(Constant<kCount - 1>()).
-template <int kCount, int kIndex = 0, typename Visit>
-DEVICE void for_each_constant(Visit visit) {
-  if constexpr (kIndex < kCount) {
-    visit(Constant<kIndex>());
-    for_each_constant<kCount, kIndex + 1>(visit);
+  // In elements from the tile's base. For arguments that vary, unsigned ones give shifts and masks.
+  template <typename Integer>
+  DEVICE static Integer offset(Integer row, Integer column) {
+    const Integer unit = (column % kChunk / 8) ^ (row / (8 / kUnits) % kUnits);
+    return column / kChunk * kChunkElements + row * kChunk + unit * 8 + column % 8;
   }
-}
+
+  // The shared-memory address `rows` below and `columns` right of `address`, by one exclusive-or
+  // and a constant. `rows` is a multiple of 16, `columns` of 8 with no bit that the column of
+  // `address` has, and the tile lies at a multiple of the swizzle span.
+  DEVICE static u32 moved(u32 address, int rows, int columns) {
+    const int elements = columns / kChunk * kChunkElements + rows * kChunk;
+    return (address ^ columns % kChunk * 2) + elements * 2;
+  }
+};
 
 DEVICE constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 
 template <typename T>
 DEVICE T* element_at(T* base, const Strides& strides, int batch, int row, int head) {
   return base + batch * strides.batch + row * strides.row + head * strides.head;
-}
-
-// ---- units of 8 elements (16 bytes) between global and shared memory ----
-
-// Starts a copy to shared memory; zeros where there is no such unit, since 0 * NaN is NaN.
-DEVICE void load_unit(Element* shared, const Element* global, bool exists) {
-  if constexpr (kAlignment == 16) {
-    copy_async_16(shared, global, exists ? 16 : 0);
-  } else {
-    const u16* const bits = reinterpret_cast<const u16*>(global);
-    u32 pairs[4] = {};
-    if (exists) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = bits[2 * i] | static_cast<u32>(bits[2 * i + 1]) << 16;
-    }
-    *reinterpret_cast<uint4*>(shared) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  }
-}
-
-DEVICE void store_unit(Element* global, const Element* shared) {
-  const uint4 unit = *reinterpret_cast<const uint4*>(shared);
-  if constexpr (kAlignment == 16) {
-    *reinterpret_cast<uint4*>(global) = unit;
-  } else {
-    u16* const bits = reinterpret_cast<u16*>(global);
-    const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) bits[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
-  }
 }
 
 // Calls visit(unit, row, column, exists) for this thread's units of a (kRows, kColumns) tile in
@@ -443,21 +435,37 @@ DEVICE void for_each_unit(T* tile, long long row_stride, int rows, Visit visit) 
   }
 }
 
-// Starts the copy of kColumns columns from `first_column` of a tile; rows at or past `rows` and
-// columns at or past kHeadDim become zeros. kWhole: all rows exist.
-template <int kRows, int kColumns, bool kWhole>
-DEVICE void load_tile(Element* tile, const Element* global, long long row_stride, int rows,
-                      int first_column) {
-  auto load = [&](const Element* unit, int row, int column, bool row_exists) {
-    column += first_column;
-    const bool column_exists = kHeadDim == kHeadDimPadded || column < kHeadDim;
-    load_unit(tile + SwizzledTile<kRows, kChunk>::template offset<u32>(row, column), unit,
-              column_exists && (kWhole || row_exists));
-  };
-  for_each_unit<kRows, kColumns, kThreads>(global + first_column, row_stride, rows, load);
+// Starts a copy to shared memory; zeros where there is no such unit, since 0 * NaN is NaN.
+// kAlignment: bytes that bases and strides in global memory are multiples of.
+template <int kAlignment, typename Element>
+DEVICE void load_unit(Element* shared, const Element* global, bool exists) {
+  if constexpr (kAlignment == 16) {
+    copy_async_16(shared, global, exists ? 16 : 0);
+  } else {
+    const u16* const bits = reinterpret_cast<const u16*>(global);
+    u32 pairs[4] = {};
+    if (exists) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = bits[2 * i] | static_cast<u32>(bits[2 * i + 1]) << 16;
+    }
+    *reinterpret_cast<uint4*>(shared) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
 }
 
-// ---- the two products of a warp ----
+// Starts the copy of kColumns columns from `first_column` of a tile, by kThreads threads. Rows at or
+// past `rows` and columns at or past kWidth become zeros. kWhole: all rows exist.
+template <typename Tile, int kColumns, int kWidth, bool kWhole, int kThreads, int kAlignment>
+DEVICE void load_tile(typename Tile::Element* tile, const typename Tile::Element* global,
+                      long long row_stride, int rows, int first_column) {
+  auto load = [&](const typename Tile::Element* unit, int row, int column, bool row_exists) {
+    column += first_column;
+    const bool column_exists = kWidth % kColumns == 0 || column < kWidth;
+    load_unit<kAlignment>(tile + Tile::template offset<u32>(row, column), unit,
+                          column_exists && (kWhole || row_exists));
+  };
+  for_each_unit<Tile::kRows, kColumns, kThreads>(global + first_column, row_stride, rows, load);
+}
+// The two products of a warp with mma.sync: S += A B^T and O += P B.
 //
 // Operands come from shared memory in fragments of 16 x 16 elements: four 8 x 8 matrices, and
 // ldmatrix gives a lane one register of each. A fragment of Q (rows x depth) is mma.sync's A
@@ -470,152 +478,223 @@ DEVICE void load_tile(Element* tile, const Element* global, long long row_stride
 
 using Fragment = u32[4];
 
-// One column tile of Q, for each of the warp's row tiles.
-DEVICE void load_q(Fragment (&q)[kRowTiles], u32 q_address, int column) {
+constexpr int kAhead = 4;  // fragments of B in registers at a time: loaded while others are used
+
+// One column tile of A, for each of the warp's row tiles.
+template <typename Tile, int kRowTiles>
+DEVICE void load_fragments(Fragment (&a)[kRowTiles], u32 address, int column) {
 #pragma unroll
   for (int tile = 0; tile < kRowTiles; ++tile) {
-    load_matrix_x4(q[tile], QTile::moved(q_address, 16 * tile, column));
+    load_matrix_x4(a[tile], Tile::moved(address, 16 * tile, column));
   }
 }
 
-// S += Q K^T over the columns of one slice. Fragments are loaded while earlier ones are multiplied.
-template <int kSlice>
-DEVICE void multiply_qk(float (&s)[kRowTiles][kBlockN / 2], Fragment (&q)[kQColumnTiles][kRowTiles],
-                        u32 q_address, u32 k_address) {
-  constexpr int kFirst = kSlice * kBlockK / 16;  // column tiles
-  constexpr int kEnd = kSlice + 1 == kSlices ? kColumnTiles : kFirst + kBlockK / 16;
-  constexpr int kFragments = (kEnd - kFirst) * kKeyTiles;
-  Fragment k[kAhead];
-  auto load_k = [&](int i) {  // fragment i of the slice: keys first, then columns
+// S += A B^T over the column tiles [kFirst, kEnd) of the depth. `a` holds kHeld column tiles: all of
+// them already, or, if kLoadA, this one and the next.
+template <typename ATile, typename BTile, int kFirst, int kEnd, bool kLoadA, int kHeld,
+          int kRowTiles, int kCount>
+DEVICE void multiply_transposed(float (&s)[kRowTiles][kCount], Fragment (&a)[kHeld][kRowTiles],
+                                u32 a_address, u32 b_address) {
+  constexpr int kWidthTiles = kCount / 8;
+  constexpr int kFragments = (kEnd - kFirst) * kWidthTiles;
+  Fragment b[kAhead];
+  auto load_b = [&](int i) {  // fragment i: width first, then depth
     if (i >= kFragments) return;
-    const int key = 16 * (i % kKeyTiles), column = 16 * (kFirst + i / kKeyTiles);
-    load_matrix_x4(k[i % kAhead], KvTile::moved(k_address, key, column));
+    const int row = 16 * (i % kWidthTiles), column = 16 * (kFirst + i / kWidthTiles);
+    load_matrix_x4(b[i % kAhead], BTile::moved(b_address, row, column));
   };
 
-  if (!kQInRegisters) load_q(q[kFirst % kQColumnTiles], q_address, 16 * kFirst);
+  if (kLoadA) load_fragments<ATile>(a[kFirst % kHeld], a_address, 16 * kFirst);
 #pragma unroll
-  for (int i = 0; i < kAhead - 1; ++i) load_k(i);
+  for (int i = 0; i < kAhead - 1; ++i) load_b(i);
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
-    const int column_tile = kFirst + i / kKeyTiles, key_tile = i % kKeyTiles;
-    if (!kQInRegisters && key_tile == 0 && column_tile + 1 < kEnd) {
-      load_q(q[(column_tile + 1) % kQColumnTiles], q_address, 16 * (column_tile + 1));
+    const int column_tile = kFirst + i / kWidthTiles, width_tile = i % kWidthTiles;
+    if (kLoadA && width_tile == 0 && column_tile + 1 < kEnd) {
+      load_fragments<ATile>(a[(column_tile + 1) % kHeld], a_address, 16 * (column_tile + 1));
     }
-    load_k(i + kAhead - 1);
+    load_b(i + kAhead - 1);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const Fragment& a = q[column_tile % kQColumnTiles][tile];
-      const Fragment& b = k[i % kAhead];
-      mma_m16n8k16<Element>(&s[tile][8 * key_tile], a, b[0], b[1]);
-      mma_m16n8k16<Element>(&s[tile][8 * key_tile + 4], a, b[2], b[3]);
+      const Fragment& left = a[column_tile % kHeld][tile];
+      const Fragment& right = b[i % kAhead];
+      mma_m16n8k16<typename BTile::Element>(&s[tile][8 * width_tile], left, right[0], right[1]);
+      mma_m16n8k16<typename BTile::Element>(&s[tile][8 * width_tile + 4], left, right[2], right[3]);
     }
   }
 }
 
-// Hides the keys that the lane's rows, `row` + 16 * i and 8 below, do not see.
-DEVICE void mask_block(float (&s)[kRowTiles][kBlockN / 2], int first_key, int row,
-                       const Params& params) {
-#pragma unroll
-  for (int tile = 0; tile < kRowTiles; ++tile, row += 16) {
-    const int visible[2] = {visible_keys<kCausal>(row, params),
-                            visible_keys<kCausal>(row + 8, params)};
-    mask_scores(s[tile], first_key, visible);
-  }
-}
-
-// O += P V. The accumulators of S lie as mma.sync's A operand does, once they are 16 bits wide: P
-// never touches shared memory.
-DEVICE void multiply_pv(float (&o)[kRowTiles][kHeadDim / 2],
-                        const float (&s)[kRowTiles][kBlockN / 2], u32 v_address) {
-  constexpr int kFragments = kKeyTiles * kColumnTiles;
-  Fragment v[kAhead];
-  auto load_v = [&](int i) {  // fragment i: columns first, then keys
+// O += P B. P's accumulators lie as mma.sync's A operand does, once they are 16 bits wide: P never
+// touches shared memory.
+template <typename BTile, int kRowTiles, int kCount, int kDepth>
+DEVICE void multiply(float (&o)[kRowTiles][kCount], const float (&p)[kRowTiles][kDepth],
+                     u32 b_address) {
+  using Element = typename BTile::Element;
+  constexpr int kWidth = 2 * kCount;
+  constexpr int kWidthTiles = (kWidth + 15) / 16;  // the last may be half one
+  constexpr int kFragments = kDepth / 8 * kWidthTiles;
+  Fragment b[kAhead];
+  auto load_b = [&](int i) {  // fragment i: width first, then depth
     if (i >= kFragments) return;
-    const int key = 16 * (i / kColumnTiles), column = 16 * (i % kColumnTiles);
-    load_matrix_x4_transposed(v[i % kAhead], KvTile::moved(v_address, key, column));
+    const int row = 16 * (i / kWidthTiles), column = 16 * (i % kWidthTiles);
+    load_matrix_x4_transposed(b[i % kAhead], BTile::moved(b_address, row, column));
   };
 
 #pragma unroll
-  for (int i = 0; i < kAhead - 1; ++i) load_v(i);
+  for (int i = 0; i < kAhead - 1; ++i) load_b(i);
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) {
-    const int key_tile = i / kColumnTiles, column_tile = i % kColumnTiles;
-    if (column_tile == 0) __syncwarp();  // else the assembler loads so far ahead that it spills
-    load_v(i + kAhead - 1);
+    const int depth_tile = i / kWidthTiles, width_tile = i % kWidthTiles;
+    if (width_tile == 0) __syncwarp();  // else the assembler loads so far ahead that it spills
+    load_b(i + kAhead - 1);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const float* const p = &s[tile][8 * key_tile];
-      const Fragment a = {pack<Element>(p[0], p[1]), pack<Element>(p[2], p[3]),
-                          pack<Element>(p[4], p[5]), pack<Element>(p[6], p[7])};
-      const Fragment& b = v[i % kAhead];
-      mma_m16n8k16<Element>(&o[tile][8 * column_tile], a, b[0], b[1]);
-      if (16 * column_tile + 8 < kHeadDim) {
-        mma_m16n8k16<Element>(&o[tile][8 * column_tile + 4], a, b[2], b[3]);
+      const float* const q = &p[tile][8 * depth_tile];
+      const Fragment left = {pack<Element>(q[0], q[1]), pack<Element>(q[2], q[3]),
+                             pack<Element>(q[4], q[5]), pack<Element>(q[6], q[7])};
+      const Fragment& right = b[i % kAhead];
+      mma_m16n8k16<Element>(&o[tile][8 * width_tile], left, right[0], right[1]);
+      if (16 * width_tile + 8 < kWidth) {
+        mma_m16n8k16<Element>(&o[tile][8 * width_tile + 4], left, right[2], right[3]);
       }
     }
   }
 }
+// O and LSE of a warp's rows to global memory, O through shared memory.
 
 // Puts 16 rows of O into shared memory. `row` is the first of the lane's two.
-DEVICE void stage_output(Element* o_tile, const float (&o)[kHeadDim / 2], int row,
+template <typename Tile, int kCount>
+DEVICE void stage_output(typename Tile::Element* tile, const float (&o)[kCount], int row,
                          const float (&inverse_sum)[2]) {
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; i += 2) {
+  for (int i = 0; i < kCount; i += 2) {
     const int half = fragment_row(i);
     const int column = 8 * (i / 4) + 2 * (threadIdx.x % 4);
-    *reinterpret_cast<u32*>(o_tile + QTile::offset<u32>(row + 8 * half, column)) =
-        pack<Element>(o[i] * inverse_sum[half], o[i + 1] * inverse_sum[half]);
+    *reinterpret_cast<u32*>(tile + Tile::template offset<u32>(row + 8 * half, column)) =
+        pack<typename Tile::Element>(o[i] * inverse_sum[half], o[i + 1] * inverse_sum[half]);
+  }
+}
+
+template <int kAlignment, typename Element>
+DEVICE void store_unit(Element* global, const Element* shared) {
+  const uint4 unit = *reinterpret_cast<const uint4*>(shared);
+  if constexpr (kAlignment == 16) {
+    *reinterpret_cast<uint4*>(global) = unit;
+  } else {
+    u16* const bits = reinterpret_cast<u16*>(global);
+    const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) bits[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+  }
+}
+
+// A warp's (kRows, kWidth) of a tile, of which `rows` rows exist, from shared to global memory.
+template <typename Tile, int kRows, int kWidth, int kAlignment>
+DEVICE void store_output(typename Tile::Element* global, long long row_stride, int rows,
+                         const typename Tile::Element* tile, int first_row) {
+  auto store = [&](typename Tile::Element* unit, int row, int column, bool exists) {
+    if (exists) store_unit<kAlignment>(unit, tile + Tile::template offset<u32>(first_row + row, column));
+  };
+  for_each_unit<kRows, kWidth, 32>(global, row_stride, rows, store);
+}
+
+using Params = ForwardParams<Element>;
+// Python packs the parameters: C++ has to lay them out the same.
+
+#ifdef __CUDACC_RTC__  // NVRTC has no offsetof, but what its front end makes of one
+#define FIELD_OFFSET(field) __INTADDR__(&(static_cast<Params*>(nullptr)->field))
+#else
+#define FIELD_OFFSET(field) __builtin_offsetof(Params, field)
+#endif
+static_assert(FIELD_OFFSET(q) == 0, "fagen packs another layout");
+static_assert(FIELD_OFFSET(k) == 8, "fagen packs another layout");
+static_assert(FIELD_OFFSET(v) == 16, "fagen packs another layout");
+static_assert(FIELD_OFFSET(o) == 24, "fagen packs another layout");
+static_assert(FIELD_OFFSET(lse) == 32, "fagen packs another layout");
+static_assert(FIELD_OFFSET(q_strides) == 40, "fagen packs another layout");
+static_assert(FIELD_OFFSET(k_strides) == 64, "fagen packs another layout");
+static_assert(FIELD_OFFSET(v_strides) == 88, "fagen packs another layout");
+static_assert(FIELD_OFFSET(o_strides) == 112, "fagen packs another layout");
+static_assert(FIELD_OFFSET(scale_log2) == 136, "fagen packs another layout");
+static_assert(FIELD_OFFSET(batch) == 140, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_q) == 144, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_kv) == 148, "fagen packs another layout");
+static_assert(FIELD_OFFSET(seqlen_q) == 152, "fagen packs another layout");
+static_assert(FIELD_OFFSET(seqlen_k) == 156, "fagen packs another layout");
+static_assert(FIELD_OFFSET(heads_per_group) == 160, "fagen packs another layout");
+static_assert(FIELD_OFFSET(tiles) == 164, "fagen packs another layout");
+static_assert(sizeof(Params) == 168, "fagen packs another layout");
+#undef FIELD_OFFSET
+
+using QTile = SwizzledTile<Element, kBlockM, kChunk>;  // O passes through the same place
+using KTile = SwizzledTile<Element, kBlockN, kChunk>;
+using VTile = SwizzledTile<Element, kBlockN, kChunk>;
+
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+
+// Calls visit(Constant<0>()) to visit(Constant<kCount - 1>()).
+template <int kCount, int kIndex = 0, typename Visit>
+DEVICE void for_each_constant(Visit visit) {
+  if constexpr (kIndex < kCount) {
+    visit(Constant<kIndex>());
+    for_each_constant<kCount, kIndex + 1>(visit);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     fagen_forward_fp16_d40_full_narrow(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  Element* const q_tile = reinterpret_cast<Element*>(shared_bytes);   // (kBlockM, kHeadDimPadded)
+  Element* const q_tile = reinterpret_cast<Element*>(shared_bytes);   // (kBlockM, kQkColumns)
   Element* const k_ring = q_tile + (kQInRegisters ? 0 : kQElements);  // kStages of (kBlockN, ...)
-  Element* const v_ring = k_ring + kStages * kKvElements;             // the same
+  Element* const v_ring = k_ring + kStages * kKElements;              // the same
 
   const Tile tile = tile_at<kBlockM, kCausal, kHeadGrouping>(blockIdx.x, params);
   const int head_kv = tile.head / (params.heads_q / params.heads_kv);
   const int rows = min(kBlockM, params.seqlen_q - tile.first_row);  // of the tile that exist
-  const Element* const q =  // (rows, kHeadDim), as o is
+  const Element* const q =  // (rows, kHeadDimQk)
       element_at(params.q, params.q_strides, tile.batch, tile.first_row, tile.head);
-  const Element* const k =  // (seqlen_k, kHeadDim), as v is
+  const Element* const k =  // (seqlen_k, kHeadDimQk)
       element_at(params.k, params.k_strides, tile.batch, 0, head_kv);
-  const Element* const v = element_at(params.v, params.v_strides, tile.batch, 0, head_kv);
+  const Element* const v =  // (seqlen_k, kHeadDimV)
+      element_at(params.v, params.v_strides, tile.batch, 0, head_kv);
 
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * kWarpRows;  // the warp's first row in the tile
   const int lane_row = warp_row + lane / 4;  // the lane's first; others are 8 and 16 * i below
-  const u32 q_address = shared_address(q_tile + QTile::offset<u32>(warp_row + lane % 16, lane / 16 * 8));
+  // Of the first fragments, as products_sm80.cuh says.
+  const u32 q_address =
+      shared_address(q_tile + QTile::offset<u32>(warp_row + lane % 16, lane / 16 * 8));
   const u32 k_address =
-      shared_address(k_ring + KvTile::offset<u32>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
-  const u32 v_address = shared_address(v_ring + KvTile::offset<u32>(lane % 16, lane / 16 * 8));
+      shared_address(k_ring + KTile::offset<u32>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
+  const u32 v_address = shared_address(v_ring + VTile::offset<u32>(lane % 16, lane / 16 * 8));
 
   // Blocks of keys that any row sees, and those of them that every row sees whole.
-  const int keys = visible_keys<kCausal>(tile.first_row + rows - 1, params);
-  const int blocks = (keys + kBlockN - 1) / kBlockN;
-  const int whole_blocks = visible_keys<kCausal>(tile.first_row, params) / kBlockN;
+  const BlockRange blocks = seen_blocks<kCausal, kBlockN>(tile.first_row + rows - 1, params);
+  const BlockRange whole = whole_blocks<kCausal, kBlockN>(tile.first_row, params);
 
   auto load_q_slice = [&](int slice) {
-    load_tile<kBlockM, kBlockK, false>(q_tile, q, params.q_strides.row, rows, slice * kBlockK);
+    load_tile<QTile, kBlockK, kHeadDimQk, false, kThreads, kAlignment>(
+        q_tile, q, params.q_strides.row, rows, slice * kBlockK);
   };
   // A slice of a block of K, and a block of V. Only the last block, which comes first, may have
   // keys past seqlen_k: the others are `whole`.
   auto load_k_slice = [&](auto whole, int block, int stage, int slice) {
-    load_tile<kBlockN, kBlockK, decltype(whole)::value>(
-        k_ring + stage * kKvElements, k + block * kBlockN * params.k_strides.row,
+    load_tile<KTile, kBlockK, kHeadDimQk, decltype(whole)::value, kThreads, kAlignment>(
+        k_ring + stage * kKElements, k + block * kBlockN * params.k_strides.row,
         params.k_strides.row, params.seqlen_k - block * kBlockN, slice * kBlockK);
   };
   auto load_v = [&](auto whole, int block, int stage) {
-    load_tile<kBlockN, kHeadDimPadded, decltype(whole)::value>(
-        v_ring + stage * kKvElements, v + block * kBlockN * params.v_strides.row,
+    load_tile<VTile, kVColumns, kHeadDimV, decltype(whole)::value, kThreads, kAlignment>(
+        v_ring + stage * kVElements, v + block * kBlockN * params.v_strides.row,
         params.v_strides.row, params.seqlen_k - block * kBlockN, 0);
   };
   // With more than one stage: a block after the first, its K and V in one group of copies. There is
   // a group even if there is no such block, since waiting means counting groups.
   auto load_block = [&](int block, int stage) {
-    if (block >= 0) {
+    if (block >= blocks.begin) {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
         load_k_slice(Constant<true>(), block, stage, slice);
@@ -625,14 +704,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     copy_async_commit();
   };
 
-  float o[kRowTiles][kHeadDim / 2] = {};  // the warp's (kWarpRows, kHeadDim), as softmax.cuh says
+  float o[kRowTiles][kHeadDimV / 2] = {};  // the warp's (kWarpRows, kHeadDimV), see fragment.cuh
   OnlineSoftmax<kLazyRescale, kExp2FmaEvery> softmax[kRowTiles];
-  Fragment q_fragments[kQColumnTiles][kRowTiles];
+  Fragment q_fragments[kQTiles][kRowTiles];
   int stage = 0;  // of the rings, where the block of this step lies
 
   auto step = [&](int block) {
-    const bool first = block == blocks - 1;
-    const u32 stage_bytes = stage * kKvElements * sizeof(Element);
+    const bool first = block == blocks.end - 1;
+    const u32 k_bytes = stage * kKElements * sizeof(Element);
+    const u32 v_bytes = stage * kVElements * sizeof(Element);
     float s[kRowTiles][kBlockN / 2] = {};  // (kWarpRows, kBlockN): scores, then probabilities
 
     if constexpr (kStages > 1) {
@@ -661,13 +741,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
         }
         copy_async_commit();
       }
-      multiply_qk<kSlice>(s, q_fragments, q_address, k_address + stage_bytes);
+      constexpr int kFirst = kSlice * kBlockK / 16;  // column tiles
+      constexpr int kEnd = kSlice + 1 == kSlices ? kQkTiles : kFirst + kBlockK / 16;
+      multiply_transposed<QTile, KTile, kFirst, kEnd, !kQInRegisters>(s, q_fragments, q_address,
+                                                                      k_address + k_bytes);
     });
 
     if (kStages == 1) {
       copy_async_wait<0>();
       __syncthreads();  // V is there for all warps, and all are done with K
-      if (block > 0) {
+      if (block > blocks.begin) {
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) {
           load_k_slice(Constant<true>(), block - 1, stage, slice);
@@ -679,28 +762,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
       __syncthreads();  // V is there for all warps
     }
 
-    const bool masked = block >= whole_blocks;
-    if (masked) mask_block(s, block * kBlockN, tile.first_row + lane_row, params);
+    const bool masked = block >= whole.end;
+    if (masked) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        const int row = tile.first_row + lane_row + 16 * i;
+        const KeyRange visible[2] = {visible_keys<kCausal>(row, params),
+                                     visible_keys<kCausal>(row + 8, params)};
+        hide_keys(s[i], block * kBlockN, visible);
+      }
+    }
 
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       float correction[2];
       if (kExp2FmaEvery > 0 && !masked) {
-        softmax[i].update<false>(s[i], params.scale_log2, correction);
+        softmax[i].template update<false>(s[i], params.scale_log2, correction);
       } else {  // right for unmasked blocks too, and one copy of the code where it is enough
-        softmax[i].update<true>(s[i], params.scale_log2, correction);
+        softmax[i].template update<true>(s[i], params.scale_log2, correction);
       }
       softmax[i].rescale(o[i], correction);
     }
 
     // O += P V
-    multiply_pv(o, s, v_address + stage_bytes);
+    multiply<VTile>(o, s, v_address + v_bytes);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   };
 
   // From the last block of keys to the first, so that the masked ones come first.
-  if (blocks > 0) {
-    int block = blocks - 1;
+  if (blocks.end > blocks.begin) {
+    int block = blocks.end - 1;
     if constexpr (kQInRegisters) {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) load_q_slice(slice);
@@ -708,7 +799,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
       copy_async_wait<0>();
       __syncthreads();  // Q is there for all warps
 #pragma unroll
-      for (int i = 0; i < kColumnTiles; ++i) load_q(q_fragments[i], q_address, 16 * i);
+      for (int i = 0; i < kQkTiles; ++i) load_fragments<QTile>(q_fragments[i], q_address, 16 * i);
       __syncthreads();  // all warps have their fragments: the rings may take Q's place
     }
 #pragma unroll
@@ -724,7 +815,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
       for (int i = 1; i < kStages; ++i) load_block(block - i, i);
     }
 
-    for (; block >= 0; --block) step(block);
+    for (; block >= blocks.begin; --block) step(block);
     if (kQInRegisters) __syncthreads();  // all warps are done with the rings: O takes their place
   }
 
@@ -734,7 +825,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     const int row = lane_row + 16 * i;
     float inverse_sum[2], lse[2];
     softmax[i].finish(params.scale_log2, inverse_sum, lse);
-    stage_output(q_tile, o[i], row, inverse_sum);
+    stage_output<QTile>(q_tile, o[i], row, inverse_sum);
     if (params.lse != nullptr && lane % 4 == 0) {
       const long long head = static_cast<long long>(tile.batch) * params.heads_q + tile.head;
       float* const lse_rows = params.lse + head * params.seqlen_q + tile.first_row;  // (rows)
@@ -743,10 +834,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
     }
   }
   __syncwarp();  // a lane stores what other lanes of its warp wrote
-  auto store = [&](Element* unit, int row, int column, bool exists) {
-    if (exists) store_unit(unit, q_tile + QTile::offset<u32>(warp_row + row, column));
-  };
-  for_each_unit<kWarpRows, kHeadDim, 32>(
+  store_output<QTile, kWarpRows, kHeadDimV, kAlignment>(
       element_at(params.o, params.o_strides, tile.batch, tile.first_row + warp_row, tile.head),
-      params.o_strides.row, rows - warp_row, store);
+      params.o_strides.row, rows - warp_row, q_tile, warp_row);
 }
+
+#undef DEVICE
+}  // namespace fagen_forward_fp16_d40_full_narrow

@@ -16,11 +16,13 @@
 
 namespace {
 
+using namespace forward_fp16_d40_full_narrow_sm80_kernel;
+
 constexpr int kDynamicSmemBytes = 24576;
 constexpr int kAccessBytes = 2;  // what bases and strides are multiples of
 constexpr long long kL2Bytes = 32 << 20;  // for the K and V of the heads that run side by side
 
-struct Tensor {  // of (batch, rows, heads, kHeadDim) elements, the last dimension contiguous
+struct Tensor {  // of (batch, rows, heads, kHeadDimQk) elements, the last dimension contiguous
   const void* base;
   int sizes[3];              // batch, rows, heads
   const long long* strides;  // of the same, in elements
@@ -41,7 +43,7 @@ Strides as_strides(const long long* strides) { return {strides[0], strides[1], s
 
 // How many query heads run side by side: those whose K and V fit L2 together.
 int heads_per_group(int batch, int heads_q, int heads_kv, int seqlen_k) {
-  const long long kv_bytes = 2LL * seqlen_k * kHeadDim * static_cast<long long>(sizeof(Element));
+  const long long kv_bytes = 2LL * seqlen_k * kHeadDimQk * static_cast<long long>(sizeof(Element));
   const long long kv_heads = kv_bytes == 0 ? kL2Bytes : kL2Bytes / kv_bytes;
   const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
   const long long all_heads = static_cast<long long>(batch) * heads_q;
@@ -98,7 +100,7 @@ extern "C" cudaError_t forward_fp16_d40_full_narrow_sm80_launch(
   int blocks = params.tiles;
   cudaError_t error;
 
-  const auto kernel = forward_fp16_d40_full_narrow_sm80_kernel;
+  const auto kernel = forward_fp16_d40_full_narrow_sm80_kernel::forward_fp16_d40_full_narrow_sm80_kernel;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kDynamicSmemBytes);
   if (error != cudaSuccess) return error;

@@ -50,10 +50,8 @@ BUGS: dict[str, Bug] = {
             _SM80: ("__syncthreads();", "__syncwarp();"),
             # Of Q and of K: the other waits often end before they begin.
             _SM90: (
-                "if (first) mbarrier_wait(&shared.q_full[q_ring.stage][column / kBlockK], "
-                "q_ring.parity);\n"
-                "          mbarrier_wait(&shared.k_full[k_ring.stage][column / kBlockK], "
-                "k_ring.parity);",
+                "if (first) q_ring.wait(q_at, column / kBlockK);\n"
+                "          k_ring.wait(k_at, column / kBlockK);",
                 "",
             ),
         },
@@ -61,14 +59,14 @@ BUGS: dict[str, Bug] = {
     ),
     "unwritten rows": Bug(
         {
-            _SM80: ("rows - warp_row, store)", "rows - warp_row - 1, store)"),
+            _SM80: ("rows - warp_row, q_tile", "rows - warp_row - 1, q_tile"),
             _SM90: ("if (threadIdx.x % 128 == 0) {", "if (threadIdx.x == 0) {"),
         },
         reason="output was not written",
     ),
     "rows past the end": Bug(
         {
-            _SM80: ("rows - warp_row, store)", "rows - warp_row + 1, store)"),
+            _SM80: ("rows - warp_row, q_tile", "rows - warp_row + 1, q_tile"),
             _SM90: ("if (row < params.seqlen_q) lse_rows", "lse_rows"),
         },
         reason="wrote outside of the (output|logsumexp)",
@@ -76,7 +74,7 @@ BUGS: dict[str, Bug] = {
     # A right kernel ran before on the same buffers: without poison its output would pass.
     "stale output": Bug(
         {
-            _SM80: ("if (exists) store_unit(unit, q_tile", "if (rows < 0) store_unit(unit, q_tile"),
+            _SM80: ("if (exists) store_unit<", "if (rows < 0) store_unit<"),
             _SM90: ("        tma_store(&o_map", "        if (warpgroup < 0) tma_store(&o_map"),
         },
         reason="output was not written",
