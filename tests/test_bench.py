@@ -205,7 +205,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """`bench` on a stand-in for an H200 at 1500 MHz: fa3 is not installed, fa4 wrong, flex
     breaks, cudnn takes one mask."""
 
-    def compare(calls: dict[str, Any], *, device_index: int) -> dict[str, list[float]]:
+    def compare(calls: dict[str, Any], bench: Any) -> dict[str, list[float]]:
         return {name: [TIMES[name] * factor for factor in ROUNDS] for name in calls}
 
     class Memory:
@@ -219,13 +219,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.setattr(driver, "query_device", lambda index: KNOWN_DEVICES["NVIDIA H200"])
     monkeypatch.setattr(driver, "driver_version", lambda: "13.0")
+    monkeypatch.setattr("fagen.judge.bench.bench_of", lambda index: None)
     monkeypatch.setattr("fagen.judge.measure.compare", compare)
-    monkeypatch.setattr("fagen.judge.measure.read_clock", lambda index: 1500.0)
+    monkeypatch.setattr("fagen.judge.measure.read_clock", lambda bench: 1500.0)
     monkeypatch.setattr(room, "_Memory", Memory)
     monkeypatch.setattr(room, "_own", _own)
     monkeypatch.setattr("fagen.problem.TOKENS", 256)
     monkeypatch.setattr("fagen.problem.HIDDEN", 128)
-    monkeypatch.setattr("fagen.build.compile.nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr("fagen.build.nvrtc.nvrtc_version", lambda: "13.0")
     adapt("fa2", lambda x: _own(x, None))
     adapt("fa3", _missing)
     adapt("fa4", _liar)
@@ -507,12 +508,13 @@ def test_each_peer_that_is_installed_is_called_right(
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_works_on_the_stream_that_it_is_given(name: str) -> None:
     """On another one its work would not be timed."""
+    from fagen.judge.bench import bench_of
     from fagen.judge.measure import time_call
 
     problem = Problem(dtype="bf16", head_dim=128)
     shape = standard_shape(128, 4096, 4096)
     x = room._Memory([room.GridPoint(problem, shape)], 0).cut(problem, shape)
-    timing = time_call(adapted(name, x))
+    timing = time_call(adapted(name, x), bench_of(0))
     assert shape.tflops(problem, timing.median_us) < 2000, "faster than any of these cards"
 
 

@@ -34,8 +34,9 @@ from fagen.cli.options import (
 from fagen.device import Device
 from fagen.errors import ArgumentError
 from fagen.files import write_files
-from fagen.kernels.registry import TEMPLATES, AnyConfig, default_config, parse_config
+from fagen.kernels.registry import TEMPLATES, default_config, parse_config
 from fagen.kernels.space import require_legal
+from fagen.kernels.template import Config
 from fagen.problem import Problem
 from fagen.records.dispatch import choose
 
@@ -100,7 +101,7 @@ def emit(
         print(path)
 
 
-def _override(base: AnyConfig, words: Sequence[str], problem: Problem, device: Device) -> AnyConfig:
+def _override(base: Config, words: Sequence[str], problem: Problem, device: Device) -> Config:
     """`base` with axes replaced by words such as "block_m=128", checked against every rule."""
     values = axis_words(words)
     template = values.pop("template", base.template)
