@@ -1,7 +1,7 @@
 # The daily habits. `make` alone lists them.
 .DEFAULT_GOAL := help
 CUDA ?= cuda13
-.PHONY: help setup test fast gpu lint format types check golden bench all
+.PHONY: help setup test fast slow gpu lint format types check golden bench all
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -9,11 +9,14 @@ help:  ## list the targets
 setup:  ## install fagen and the tools into the active environment (CUDA=cuda12 for CUDA 12)
 	pip install -e ".[$(CUDA),dev]"
 
-test:  ## every test that this machine can run
+test:  ## every test but the slow ones; what needs a GPU is skipped where there is none
 	pytest
 
-fast:  ## the tests of a change in progress: no GPU, no compiling by the hundred
-	pytest -m "not gpu and not slow"
+fast:  ## the tests of a change in progress: those that need no GPU, a process for each core
+	pytest -n auto -m "not gpu and not slow"
+
+slow:  ## the tests that compile kernels by the hundred, or with nvcc: half an hour on two cores
+	pytest -m slow
 
 gpu:  ## the tests that need a device
 	pytest -m gpu

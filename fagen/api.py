@@ -20,11 +20,14 @@ from fagen.records.dispatch import Choice, choose
 from fagen.run import driver
 from fagen.run.ask import Layout, ask, read
 from fagen.run.executor import Executor
+from fagen.tuning.options import TuneOptions, takes_tune_options
 from fagen.validation import as_argument_error
 
 if TYPE_CHECKING:
+    from fagen.tuning.events import OnEvent
     from fagen.tuning.tasks import Task
     from fagen.tuning.tuner import TuneResult
+    from fagen.tuning.worker import Worker
 
 
 def attention(
@@ -69,6 +72,7 @@ def attention(
     return attend(Call(q, k, v, out, causal, softmax_scale, return_lse, layout, fixed))
 
 
+@takes_tune_options
 def tune(
     tasks: Sequence[Task] | None = None,
     *,
@@ -80,6 +84,8 @@ def tune(
     heads: int | None = None,
     heads_kv: int | None = None,
     arch: str | Architecture | None = None,
+    on_event: OnEvent = lambda event: None,
+    workers: Sequence[Worker] = (),
     **options: Any,
 ) -> TuneResult:
     """Searches the fastest config of each problem, verifies it, times it and saves it.
@@ -93,10 +99,11 @@ def tune(
         dtype, head_dim, causal, seqlen: one value or several; what is None is the standard list.
         batch, heads, heads_kv: those of `fagen.problem.standard_shape` if None.
         arch: such as "sm90"; that of the device if None.
-        options: further arguments of `fagen.tuning.tuner.tune`: trials, budget_s, storage, resume,
-            out. `on_event` is called with each `TaskStarted`, `TrialDone`, ...; where it raises
+        on_event: called with each `TaskStarted`, `TrialDone`, ...; where it raises
             KeyboardInterrupt over a `TrialDone`, the search ends as after Ctrl-C: the best so far
             is saved.
+        workers: that evaluate, instead of one for each of `devices`.
+        options: the fields of `fagen.tuning.options.TuneOptions`, which says what they mean.
 
     Raises:
         ArgumentError: for a value that is not allowed.
@@ -128,7 +135,8 @@ def tune(
         raise ArgumentError("give tasks, or what names them (dtype, head_dim, ...), not both")
     if arch is not None and not isinstance(arch, Architecture):
         arch = architecture(str(arch))
-    return tuner.tune(tasks, arch=arch, **options)
+    chosen_options = TuneOptions.of(arch=arch, **options)
+    return tuner.tune(tasks, chosen_options, on_event=on_event, workers=workers)
 
 
 class Kernel:

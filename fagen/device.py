@@ -7,8 +7,10 @@ rendered, compiled, checked and ranked on a laptop.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from fagen.errors import ArgumentError, UnsupportedError
 
@@ -44,6 +46,14 @@ class Architecture(BaseModel):
     mma_sync_flops: int
     exp2_rate: int = 16
     fma_rate: int = 128
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_templates(cls, fields: Any) -> Any:
+        """Earlier studies keep the names of an architecture's templates in it."""
+        if isinstance(fields, Mapping):
+            return {name: value for name, value in fields.items() if name != "templates"}
+        return fields
 
 
 class Device(BaseModel):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from fagen.device import KNOWN_DEVICES
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem
 from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.joint import JointSearch
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.loop import Results, Study, search
-from fagen.tuning.search.studies import open_storage
+from fagen.tuning.search.storage import open_storage
+from fagen.tuning.search.study import Study
 
 NAME = "recorded"
 TRIALS = 1000  # more than the legal set has
@@ -64,8 +64,8 @@ def legal_set_rows() -> list[str]:
 
 def known(study: Study) -> Known:
     """What a study knows: the outcome of each config, and the best one."""
-    outcomes = {(str(tried.config), str(tried.outcome)) for tried in study.tried}
-    assert len(outcomes) == len(study.tried)
+    outcomes = {(str(trial.config), str(trial.outcome)) for trial in study.trials}
+    assert len(outcomes) == len(study.trials)
     return outcomes, str(study.best.config) if study.best else None
 
 
@@ -87,28 +87,25 @@ def search_recorded(
         studies: that are searched side by side.
     """
 
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        waiting: list[AnyConfig] = []
-        for config in configs:
-            waiting.append(config)
-            if len(waiting) > ahead:
-                yield judge(waiting.pop(0))
-        while waiting:
-            yield judge(waiting.pop(0))
-
-    def judge(config: AnyConfig) -> tuple[AnyConfig, list[Outcome]]:
-        with log.open("a") as file:
-            file.write(f"{config}\n")
-        time.sleep(seconds)
-        return config, [recorded(config)] * studies
-
     legal, opened = legal_set(), open_storage(storage)
     joined = [
         Study(f"{NAME} {number}", legal, sampler=sampler, storage=opened, resume=True)
         for number in range(studies)
     ]
-    assert search(joined, evaluate, trials=TRIALS)
-    return joined
+    waiting: list[AnyConfig] = []
+    with JointSearch(joined, trials=TRIALS) as search:
+        while True:
+            config = search.ask()
+            if config is not None:
+                waiting.append(config)
+            if waiting and (config is None or len(waiting) > ahead):
+                oldest = waiting.pop(0)
+                with log.open("a") as file:
+                    file.write(f"{oldest}\n")
+                time.sleep(seconds)
+                search.tell(oldest, [recorded(oldest)] * studies)
+            elif config is None and not search.must_wait():
+                return joined
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import pickle
 import subprocess
@@ -37,6 +38,7 @@ from fagen.judge import reference
 from fagen.kernels import Sm80Forward, Sm90Forward
 from fagen.kernels.forward import PARAMS, ForwardConfig
 from fagen.records.store import save_records
+from fagen.tuning.options import TuneOptions
 
 # ---- the package ----
 
@@ -73,7 +75,9 @@ def test_the_run_time_path_loads_no_template_engine_and_no_search() -> None:
         "import sys, fagen; fagen.attention; print(*sorted(m.split('.')[0] for m in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"optuna", "torch", "jinja2", "cupy", "typer", "rich"} & set(done.stdout.split())
+    assert not {"optuna", "scipy", "torch", "jinja2", "cupy", "typer", "rich"} & set(
+        done.stdout.split()
+    )
 
 
 # ---- tuning ----
@@ -84,7 +88,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of each call of `fagen.tuning.tuner.tune`, which does nothing."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "fagen.tuning.tuner.tune", lambda tasks, **options: calls.append({"tasks": tasks} | options)
+        "fagen.tuning.tuner.tune",
+        lambda tasks, options, **others: calls.append({"tasks": tasks} | dict(options) | others),
     )
     return calls
 
@@ -130,14 +135,24 @@ def test_tune_takes_heads_kv_by_its_old_name_too(tuned: list[dict[str, Any]], na
         ({"head_dim": []}, "head_dim"),
         ({"seqlen": [512, "a"]}, "seqlen"),
         ({"heads_kv": 2, "kv_heads": 2}, "give only one"),
+        ({"trials": 0}, "trials: Input should be greater than 0"),
+        ({"trails": 9}, "no option trails: there are arch, devices"),
     ],
 )
 def test_tune_refuses_what_is_not_allowed(
     tuned: list[dict[str, Any]], arguments: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=said) as caught:
         fagen.tune(**arguments)
+    assert "\n" not in str(caught.value)
     assert not tuned
+
+
+def test_the_help_of_tune_lists_every_option() -> None:
+    parameters = inspect.signature(fagen.tune).parameters
+    assert {"tasks", "head_dim", "on_event", *TuneOptions.model_fields} <= parameters.keys()
+    assert "options" not in parameters
+    assert parameters["seed"].default == 0
 
 
 # ---- on a fake driver ----

@@ -27,7 +27,7 @@ from fagen.kernels.registry import AnyConfig
 from fagen.records.store import load_records
 from fagen.tuning.outcome import Measured
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.studies import read_studies
+from fagen.tuning.search.read import read_studies
 
 FULL = 14_600  # bytes
 CONFIGS = len(LegalSet(TASK.problem, A100, "forward_sm80", fixed=FIXED))
@@ -81,8 +81,8 @@ def kept(folder: Path) -> list[AnyConfig]:
     """What the journal holds a time for."""
     (study,) = read_studies(folder / "trials.journal")
     assert study.unreadable == 0
-    times = {t.config: t.outcome.time_us for t in study.tried if isinstance(t.outcome, Measured)}
-    assert len(times) == len(study.tried)
+    times = {t.config: t.outcome.time_us for t in study.trials if isinstance(t.outcome, Measured)}
+    assert len(times) == len(study.trials)
     assert all(time_us == recorded(config) for config, time_us in times.items())
     return list(times)
 
@@ -118,8 +118,8 @@ def test_kill_9_of_the_worker(tmp_path: Path, log: Path) -> None:
         os.kill(worker, signal.SIGKILL)
     assert process.returncode == 0
     (study,) = read_studies(tmp_path / "trials.journal")
-    measured = {t.config for t in study.tried if isinstance(t.outcome, Measured)}
-    assert CONFIGS - 1 <= len(measured) <= len(study.tried) == CONFIGS
+    measured = {t.config for t in study.trials if isinstance(t.outcome, Measured)}
+    assert CONFIGS - 1 <= len(measured) <= len(study.trials) == CONFIGS
     (record,) = load_records(tmp_path / "tuned.yaml").records
     assert record.config == min(measured, key=recorded)
 
@@ -134,8 +134,8 @@ def test_kill_9_of_the_compile_processes(tmp_path: Path, log: Path) -> None:
     assert compilers
     assert process.returncode == 0
     (study,) = read_studies(tmp_path / "trials.journal")
-    measured = {t.config for t in study.tried if isinstance(t.outcome, Measured)}
-    assert CONFIGS - len(compilers) <= len(measured) <= len(study.tried) == CONFIGS
+    measured = {t.config for t in study.trials if isinstance(t.outcome, Measured)}
+    assert CONFIGS - len(compilers) <= len(measured) <= len(study.trials) == CONFIGS
     assert len(load_records(tmp_path / "tuned.yaml").records) == 1
 
 

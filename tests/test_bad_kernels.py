@@ -21,11 +21,13 @@ from fagen.problem import Problem, Shape
 from fagen.records.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
 from fagen.tuning.events import Event, Notice
 from fagen.tuning.model import predict
+from fagen.tuning.options import TuneOptions
 from fagen.tuning.outcome import Measured, Rejected
-from fagen.tuning.search.studies import read_studies
+from fagen.tuning.search.read import read_studies
 from fagen.tuning.tasks import Task
 from fagen.tuning.tuner import tune
-from fagen.tuning.worker import Candidate, DeviceReport, Worker
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import Candidate, DeviceReport
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 SHAPE = Shape(batch=4, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
@@ -75,10 +77,12 @@ def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     events: list[Event] = []
     result = tune(
         [Task(PROBLEM, (SHAPE,))],
-        template=TEMPLATE,
-        fixed=FIXED,
-        out=folder / "tuned.yaml",
-        storage=folder / "trials.journal",
+        TuneOptions(
+            template=TEMPLATE,
+            fixed=FIXED,
+            out=folder / "tuned.yaml",
+            storage=folder / "trials.journal",
+        ),
         on_event=events.append,
         workers=[worker],
     )
@@ -88,7 +92,7 @@ def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     assert record.config.axes()["block_n"] not in PLAN
 
     (study,) = read_studies(result.storage, result.studies)
-    outcomes = {tried.config.axes()["block_n"]: tried.outcome for tried in study.tried}
+    outcomes = {trial.config.axes()["block_n"]: trial.outcome for trial in study.trials}
     assert outcomes.keys() == LEGAL, "each was tried"
     for block_n, attack in PLAN.items():
         outcome = outcomes[block_n]
@@ -127,7 +131,7 @@ def test_a_study_survives_attacks_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process hangs and dies for real; what the kernels say of themselves is made up."""
-    worker = Pretender(evaluator="wrong.attacks:pretend", deadline_s=3)
+    worker = Pretender(0, evaluator="wrong.attacks:pretend", deadline_s=3)
     record, best_us = survive(worker, tmp_path, monkeypatch)
     assert record.result.median_us == pytest.approx(best_us, rel=0.01)
 
@@ -142,10 +146,10 @@ def test_a_study_survives_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for block_n, attack in PLAN.items():  # into the cache, so that no deadline counts it
         tampered(compile_kernel(PROBLEM, config(block_n), device.arch), attack)
     start = time.monotonic()
-    worker = Worker(evaluator="wrong.attacks:evaluate", deadline_s=6)
+    worker = Worker(0, evaluator="wrong.attacks:evaluate", deadline_s=6)
     record, best_us = survive(worker, tmp_path, monkeypatch)
     assert time.monotonic() - start < SECONDS
-    with Worker() as clean:  # which none of this has touched
+    with Worker(0) as clean:  # which none of this has touched
         kernel = compile_kernel(PROBLEM, record.config, device.arch)
         again = clean.evaluate(kernel, PROBLEM, record.config, SHAPE)
     assert isinstance(again, Measured), again

@@ -15,6 +15,7 @@ from full_disk import no_file_beyond
 from fagen.cli import app as cli
 from fagen.device import KNOWN_DEVICES
 from fagen.errors import ArgumentError, MissingDependencyError, WriteError
+from fagen.judge.bench import Bench
 from fagen.problem import Problem, Shape, standard_shape
 from fagen.run import driver
 from fagen.show import bench as room
@@ -205,7 +206,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """`bench` on a stand-in for an H200 at 1500 MHz: fa3 is not installed, fa4 wrong, flex
     breaks, cudnn takes one mask."""
 
-    def compare(calls: dict[str, Any], bench: Any) -> dict[str, list[float]]:
+    def compare(calls: dict[str, Any], bench: Bench) -> dict[str, list[float]]:
+        assert bench is here
         return {name: [TIMES[name] * factor for factor in ROUNDS] for name in calls}
 
     class Memory:
@@ -217,9 +219,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     def adapt(name: str, adapter: Callable[[Inputs], Any]) -> None:
         monkeypatch.setitem(PEERS, name, Peer(PEERS[name].title, "no-such-package", adapter))
 
+    here: Bench = object.__new__(Bench)  # of no GPU: nothing here asks it
+    monkeypatch.setattr("fagen.judge.bench.bench_of", {0: here}.__getitem__)
     monkeypatch.setattr(driver, "query_device", lambda index: KNOWN_DEVICES["NVIDIA H200"])
     monkeypatch.setattr(driver, "driver_version", lambda: "13.0")
-    monkeypatch.setattr("fagen.judge.bench.bench_of", lambda index: None)
     monkeypatch.setattr("fagen.judge.measure.compare", compare)
     monkeypatch.setattr("fagen.judge.measure.read_clock", lambda bench: 1500.0)
     monkeypatch.setattr(room, "_Memory", Memory)

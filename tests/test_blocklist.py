@@ -15,9 +15,10 @@ from fagen.kernels import Sm90Forward
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
 from fagen.records.store import digest
-from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path
+from fagen.tuning.blocklist import Blocklist, blocklist_path
 from fagen.tuning.events import Event, Notice
 from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.runner import Runner
 from fagen.tuning.worker import Worker
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
@@ -36,17 +37,17 @@ class Recorded(Worker):
 
 
 class Bench:
-    """A guarded worker whose list is in a folder."""
+    """A runner whose list is in a folder."""
 
     def __init__(self, folder: Path, worker: Recorded, card: str = CARD) -> None:
         self.events: list[Event] = []
         self.worker = worker
         self.worker.ran = []
         self.list = Blocklist(folder / "blocklist.json", card, self.events.append)
-        self.guard = Guard(worker, self.list)
+        self.runner = Runner(worker, self.list)
 
     def run(self, what: str, shape: Shape = SHORT) -> Outcome:
-        return self.guard.evaluate(kernel(what), PROBLEM, config(what), shape)
+        return self.runner.evaluate(kernel(what), PROBLEM, config(what), shape)
 
     @property
     def notices(self) -> list[str]:
@@ -68,7 +69,7 @@ def config(what: str) -> AnyConfig:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    with Recorded(evaluator="bad_evaluators:act_on_source", deadline_s=5) as worker:
+    with Recorded(0, evaluator="bad_evaluators:act_on_source", deadline_s=5) as worker:
         yield Bench(tmp_path, worker)
 
 
@@ -79,12 +80,12 @@ def test_what_crashes_twice_is_listed_and_never_run_again(bench: Bench, tmp_path
     assert crashed == Rejected(kind="crash", reason="the process that ran it was killed by SIGABRT")
     # The one before is run again, and then the one at fault, in a process of its own.
     assert bench.worker.ran == ["well", "abort", "well", "abort"]
-    assert bench.guard.withdrawn(PROBLEM) == []
+    assert bench.runner.withdrawn(PROBLEM) == []
     assert len(bench.notices) == 1
     assert str(tmp_path / "blocklist.json") in bench.notices[0]
 
     later = Bench(tmp_path, bench.worker)
-    another = Guard(bench.worker, later.list)  # of another card, say
+    another = Runner(bench.worker, later.list)  # of another card, say
     assert another.why_blocked(kernel("abort"), SHORT) is not None
     for shape in (SHORT, LONG):
         refused = later.run("abort", shape)
@@ -125,11 +126,11 @@ def test_a_fault_that_shows_late_is_blamed_on_the_kernel_before(
     guilty = f"abort-later {tmp_path / 'mark'}"
     assert isinstance(bench.run(guilty), Measured)
     assert isinstance(bench.run("nap"), Measured), "it was innocent"
-    ((blamed, why),) = bench.guard.withdrawn(PROBLEM)
+    ((blamed, why),) = bench.runner.withdrawn(PROBLEM)
     assert blamed == config(guilty)
     assert why.kind == "crash"
     assert "on its second run" in why.reason
-    assert bench.guard.withdrawn(PROBLEM) == []
+    assert bench.runner.withdrawn(PROBLEM) == []
     assert bench.list.find(digest(kernel(guilty).cubin), SHORT) is not None
     assert bench.list.find(digest(kernel("nap").cubin), SHORT) is None
 
@@ -139,24 +140,24 @@ def test_a_late_fault_is_not_told_to_the_search_for_another_problem(
 ) -> None:
     bench.run(f"abort-later {tmp_path / 'mark'}")
     bench.run("nap")
-    assert bench.guard.withdrawn(Problem(dtype="bf16", head_dim=64)) == []
-    assert bench.guard.withdrawn(PROBLEM) == []
+    assert bench.runner.withdrawn(Problem(dtype="bf16", head_dim=64)) == []
+    assert bench.runner.withdrawn(PROBLEM) == []
 
 
 def test_after_a_kernel_that_was_refused_the_next_one_gets_a_second_chance(bench: Bench) -> None:
     assert bench.run("scribble") == Rejected(kind="wrong", reason="wrote outside of the output")
     assert isinstance(bench.run("trusting"), Measured)
     assert bench.worker.ran == ["scribble", "trusting", "trusting"]
-    assert bench.guard.withdrawn(PROBLEM) == [], "it has no time to withdraw"
+    assert bench.runner.withdrawn(PROBLEM) == [], "it has no time to withdraw"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '[{"card": "x"}]', "\x00"])
 def test_a_damaged_list_is_a_warning(text: str, tmp_path: Path) -> None:
     path = tmp_path / "blocklist.json"
     path.write_text(text)
-    with Recorded(evaluator="bad_evaluators:act_on_source") as worker:
+    with Recorded(0, evaluator="bad_evaluators:act_on_source") as worker:
         bench = Bench(tmp_path, worker)
-        assert "is no blocklist of fagen: mend it or remove it" in bench.notices[0]
+        assert "is not a blocklist of fagen: mend it or remove it" in bench.notices[0]
         assert bench.list.find("0" * 16, SHORT) is None
     why = Rejected(kind="crash", reason="killed")
     with pytest.raises(StoreError, match="mend it or remove it"):

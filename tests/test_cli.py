@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -18,12 +19,12 @@ from records import H200, some_record
 
 from fagen import __version__
 from fagen.cli import app as cli
-from fagen.device import KNOWN_DEVICES, Device, architecture, typical_device
+from fagen.device import ARCHITECTURES, KNOWN_DEVICES, Device, architecture, typical_device
 from fagen.errors import DeviceError, UnsupportedError, WriteError
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.records.calls import Calls, save_calls
-from fagen.records.store import Card, Record, save_records
+from fagen.records.store import Card, Record, load_records, save_records, shipped_path
 from fagen.run import driver
 from fagen.show.recheck import Rechecked
 from fagen.tuning.events import (
@@ -36,7 +37,8 @@ from fagen.tuning.events import (
     TaskStarted,
     TrialDone,
 )
-from fagen.tuning.outcome import Measured, Tried
+from fagen.tuning.options import TuneOptions
+from fagen.tuning.outcome import Measured, Trial
 from fagen.tuning.tasks import Task
 from fagen.tuning.tuner import TuneResult
 from fagen.tuning.worker import Worker
@@ -111,9 +113,9 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         (("emit", "--arch", "sm90", "--batch", "4", "--kv-heads", "7", "-o", "-"), "--batch, --kv"),
         ((*TUNE, "--budget", "5x"), "90s, 5m or 1h"),
         ((*TUNE, "--budget", "0m"), "90s, 5m or 1h"),
-        ((*TUNE, "--sampler", "oracle"), "surrogate, tpe, random"),
+        ((*TUNE, "--sampler", "oracle"), "'surrogate', 'tpe', 'random'"),
         ((*TUNE, "--seqlen", "512;1024"), "512,2048,8192"),
-        ((*TUNE, "--effort", "huge"), "quick, full"),
+        ((*TUNE, "--effort", "huge"), "'quick' or 'full'"),
         ((*TUNE, "--head-dim", "12"), "multiple of 8"),
         ((*TUNE, "--head-dim", "0"), "greater than or equal to 8"),
         ((*TUNE, "--budget", ""), "90s, 5m or 1h"),
@@ -124,7 +126,7 @@ TUNE = ("tune", "--arch", "sm90", "--dtype", "bf16", "--head-dim", "64", "--seql
         ((*TUNE, "--set", "block_q=128"), "block_m, block_n, block_k"),
         ((*TUNE, "--set", "block_n"), "an axis and its value"),
         ((*TUNE, "--device", "0,x"), "at least 0 with commas"),
-        ((*TUNE, "--compile-only"), "name --arch, --storage and --resume"),
+        (("tune", "--compile-only"), "name the architecture with --arch"),
         ((*TUNE, "--compile-only", "--device", "0"), "leave out --device and --out"),
         (("tune",), "--arch"),
         ((*TUNE, "--from", "x.yaml"), "leave out --dtype, --head-dim, --seqlen"),
@@ -247,8 +249,7 @@ def test_the_contract_of_the_flags() -> None:
 
 def test_defaults_and_choices_are_those_of_the_rooms() -> None:
     from fagen.show import bench, check, peers
-    from fagen.tuning import tasks, tuner
-    from fagen.tuning.search import loop as search
+    from fagen.tuning import options, tasks
 
     def commas(values: Iterable[object]) -> str:
         return ",".join(map(str, values))
@@ -260,10 +261,10 @@ def test_defaults_and_choices_are_those_of_the_rooms() -> None:
     assert flags["tune"]["seqlen"].default == commas(tasks.STANDARD_SEQLENS)
     help_of_effort = flags["tune"]["effort"].help
     assert flags["tune"]["effort"].default == "full"
-    for effort, trials in tuner.TRIALS.items():
+    for effort, trials in options.TRIALS.items():
         assert f"{effort}: {trials}" in help_of_effort
     assert commas(tasks.STANDARD_HEAD_DIMS) in flags["tune"]["head_dim"].help.replace(", ", ",")
-    assert all(sampler in flags["tune"]["sampler"].help for sampler in search.SAMPLERS)
+    assert all(sampler in flags["tune"]["sampler"].help for sampler in options.SAMPLERS)
     assert commas(bench.SEQLENS) in flags["bench"]["seqlen"].help
     assert commas(bench.HEAD_DIMS) in flags["bench"]["head_dim"].help
     assert flags["bench"]["against"].default == commas(bench.DEFAULT_PEERS)
@@ -364,14 +365,29 @@ def test_doctor_fails_where_nothing_can_be_compiled(
     assert "FAGEN_CACHE" in findings["cache"]["fix"]
 
 
-def test_check_counts_and_compiles(fagen: Fagen) -> None:
-    code, out, _ = fagen("check", "--arch", "sm90", "--sample", "3", "--json")
+def test_check_counts_and_compiles(fagen: Fagen, tmp_path: Path) -> None:
+    """On eight shipped records, the same at each run."""
+    path = tmp_path / "some.yaml"
+    save_records(path, random.Random(0).sample(load_records(shipped_path("sm90")).records, 8))
+    code, out, _ = fagen(
+        "check", "--arch", "sm90", "--sample", "3", "--json", "--config", str(path)
+    )
     report = json.loads(out)
     assert code == 0
     assert report["ok"]
+    assert len(report["records"]) == 8
     assert report["sample"]["compiled"] == 3
     for space in report["spaces"]:
         assert space["legal"] + sum(space["rejections"].values()) == space["points"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_shipped_record_compiles_without_a_fault(fagen: Fagen, arch: str) -> None:
+    path = shipped_path(arch)
+    code, out, _ = fagen("check", "--arch", arch, "--sample", "0", "--json", "--config", str(path))
+    assert code == 0, out
+    assert len(json.loads(out)["records"]) == len(load_records(path).records)
 
 
 @pytest.fixture
@@ -436,8 +452,8 @@ def test_cache_path_and_clear(
 # ---- tune ----
 
 
-def _found(config: AnyConfig, time_us: float) -> Tried:
-    return Tried(config, Measured(time_us=time_us))
+def _found(config: AnyConfig, time_us: float) -> Trial:
+    return Trial(config, Measured(time_us=time_us))
 
 
 @pytest.fixture
@@ -445,10 +461,11 @@ def scripted_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[
     """A tune that tells a short story and is interrupted; holds the arguments of each call."""
     calls: list[dict[str, Any]] = []
 
-    def scripted(tasks: list[Task], *, on_event: OnEvent, **options: Any) -> TuneResult:
-        calls.append({"tasks": tasks, **options})
+    def scripted(tasks: list[Task], options: TuneOptions, *, on_event: OnEvent) -> TuneResult:
+        calls.append({"tasks": tasks, **dict(options)})
         (task,) = tasks
-        shape, device = task.shapes[0], typical_device(options["arch"])
+        assert options.arch is not None
+        shape, device = task.shapes[0], typical_device(options.arch)
         slow, fast = (_found(default_config(task.problem, device), us) for us in (200.0, 100.0))
         on_event(Notice("A notice [with brackets]."))
         removed = {"turns": 66, "smem": 8700}
@@ -567,7 +584,7 @@ def test_tune_takes_several_cards(
     monkeypatch.setattr(driver, "device_count", lambda: len(cards))
     monkeypatch.setattr(driver, "query_device", cards.__getitem__)
     fagen("tune", "--dtype", "bf16", "--head-dim", "64", "--causal", "--seqlen", "512", *words)
-    assert scripted_tune[0]["devices"] == devices
+    assert scripted_tune[0]["devices"] == tuple(devices)
 
 
 def test_tune_without_a_card_says_which_flags_have_no_effect(
@@ -595,7 +612,7 @@ def test_a_card_that_fagen_does_not_know_is_no_hindrance(
     _old_card_first(monkeypatch)
     assert "H200" in fagen("explain", "--head-dim", "64").out
     fagen(*TUNE, "--causal")
-    assert scripted_tune[0]["devices"] == [1]
+    assert scripted_tune[0]["devices"] == (1,)
     code, _, err = fagen(*TUNE, "--device", "0")
     assert code == 2
     assert "the CUDA devices that fagen knows here: 1" in err
@@ -629,9 +646,10 @@ def test_tune_takes_several_problems(
 ) -> None:
     seen: list[Task] = []
 
-    def nothing(tasks: list[Task], **options: Any) -> TuneResult:
+    def nothing(tasks: list[Task], options: TuneOptions, **_: Any) -> TuneResult:
         seen.extend(tasks)
-        device = typical_device(options["arch"])
+        assert options.arch is not None
+        device = typical_device(options.arch)
         return TuneResult((), tmp_path / "none.yaml", device, measured=False)
 
     monkeypatch.setattr("fagen.tuning.tuner.tune", nothing)
@@ -699,7 +717,7 @@ def test_a_terminal_gets_a_bar(scripted_tune: list[dict[str, Any]]) -> None:
     with TuneProgress(console) as progress:
         tune(
             standard_tasks(dtypes=["bf16"], head_dims=[64], causal=[True], seqlens=[512]),
-            arch=architecture("sm90"),
+            TuneOptions(arch=architecture("sm90")),
             on_event=progress,
         )
         shown = console.export_text()

@@ -22,6 +22,13 @@ def test_an_architecture_has_many_spellings(name: str) -> None:
     assert architecture(name) is ARCHITECTURES["sm90"]
 
 
+def test_an_architecture_of_an_earlier_study_is_read() -> None:
+    """It named the templates that run there."""
+    sm90 = architecture("sm90")
+    kept = sm90.model_dump() | {"templates": ["forward_sm90", "forward_sm80"]}
+    assert type(sm90).model_validate(kept) == sm90
+
+
 def test_every_architecture_is_found_by_its_own_names() -> None:
     for arch in ARCHITECTURES.values():
         assert architecture(arch.name) is architecture(arch.target) is arch

@@ -132,7 +132,7 @@ def test_name_that_is_no_identifier_is_refused() -> None:
 
 
 def test_illegal_config_is_refused_with_its_rule() -> None:
-    with pytest.raises(ConfigError, match="forward_sm90 does not run on sm80"):
+    with pytest.raises(ConfigError, match="forward_sm90 does not answer forward on sm80"):
         emit(PROBLEM, CONFIG, architecture("sm80"))
 
 

@@ -14,10 +14,12 @@ from fagen.errors import DeviceError
 from fagen.kernels import Sm90Forward
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.tuning.blocklist import Blocklist, Guard
+from fagen.tuning.blocklist import Blocklist
 from fagen.tuning.finals import FINALISTS, finalists, paired_ratio, pick_winner, side_by_side
-from fagen.tuning.outcome import Measured, Rejected, Tried
-from fagen.tuning.worker import Candidate, Worker
+from fagen.tuning.outcome import Measured, Rejected, Trial
+from fagen.tuning.runner import Runner
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import Candidate
 
 PROBLEM = Problem(dtype="bf16", head_dim=128)
 ROUNDS = 11
@@ -28,7 +30,7 @@ def config(block_n: int, stages: int = 2) -> AnyConfig:
 
 
 def kernels(*configs: AnyConfig, code: Sequence[int] = ()) -> dict[AnyConfig, Compiled]:
-    """Kernels with so many bytes of code."""
+    """Kernels with these bytes of code."""
     resources = Resources(registers=168, spill_bytes=0, stack_bytes=0, smem_bytes=0)
     sizes = code or [100] * len(configs)
     return {
@@ -78,16 +80,16 @@ def test_the_fastest_wins() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tie_goes_to_the_sturdiest_whatever_the_noise(seed: int) -> None:
+def test_the_tie_break_is_the_same_whatever_the_noise(seed: int) -> None:
     times = [rounds(seed, (A, 100.3), (B, 100.0), (C, 100.4))]
     assert pick_winner(kernels(C, B, A), PROBLEM, times) == (A, (C, B, A)), "least shared memory"
     equal = config(64).model_copy(update={"lazy_rescale": True})
     times = [rounds(seed, (A, 100.3), (equal, 100.0))]
-    assert pick_winner(kernels(A, equal, code=[90, 100]), PROBLEM, times).winner == A, "least code"
-    assert pick_winner(kernels(A, equal, code=[100, 90]), PROBLEM, times).winner == equal
+    assert pick_winner(kernels(A, equal, code=[90, 100]), PROBLEM, times).config == A, "least code"
+    assert pick_winner(kernels(A, equal, code=[100, 90]), PROBLEM, times).config == equal
     first = min(A, equal, key=str)
-    assert pick_winner(kernels(A, equal), PROBLEM, times).winner == first
-    assert pick_winner(kernels(equal, A), PROBLEM, times).winner == first
+    assert pick_winner(kernels(A, equal), PROBLEM, times).config == first
+    assert pick_winner(kernels(equal, A), PROBLEM, times).config == first
 
 
 def test_a_tie_over_several_shapes_goes_to_the_better_worst_one() -> None:
@@ -100,25 +102,25 @@ def test_a_tie_over_several_shapes_goes_to_the_better_worst_one() -> None:
 
 def test_what_is_on_record_stays_unless_it_is_slower() -> None:
     tied = [rounds(0, (A, 100.0), (C, 100.5))]
-    assert pick_winner(kernels(A, C), PROBLEM, tied, [C]).winner == C
-    assert pick_winner(kernels(A, C), PROBLEM, tied, [C, A]).winner == C
-    assert pick_winner(kernels(A, C), PROBLEM, tied, [B]).winner == A, "it could not be timed"
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [C]).config == C
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [C, A]).config == C
+    assert pick_winner(kernels(A, C), PROBLEM, tied, [B]).config == A, "it could not be timed"
     slower = [rounds(0, (A, 100.0), (C, 103.0))]
-    assert pick_winner(kernels(A, C), PROBLEM, slower, [C]).winner == A
+    assert pick_winner(kernels(A, C), PROBLEM, slower, [C]).config == A
     faster = [rounds(0, (A, 103.0), (C, 100.0))]
-    assert pick_winner(kernels(A, C), PROBLEM, faster, [C]).winner == C
+    assert pick_winner(kernels(A, C), PROBLEM, faster, [C]).config == C
 
 
 def test_who_is_in_the_finals() -> None:
     many = [config(16 * n) for n in range(1, 15)]
-    tried = [Tried(c, Measured(time_us=100 - i)) for i, c in enumerate(many)]
-    twin, wrong, absent = config(240), config(256), config(64, stages=1)
-    tried.append(Tried(twin, Rejected(kind="duplicate", reason="the same cubin")))
-    tried.append(Tried(wrong, Rejected(kind="wrong", reason="output is off")))
+    trials = [Trial(c, Measured(time_us=100 - i)) for i, c in enumerate(many)]
+    duplicate, wrong, absent = config(240), config(256), config(64, stages=1)
+    trials.append(Trial(duplicate, Rejected(kind="duplicate", reason="the same cubin")))
+    trials.append(Trial(wrong, Rejected(kind="wrong", reason="output is off")))
     top = many[: -FINALISTS - 1 : -1]
-    assert finalists(tried, []) == top
-    must = [many[0], top[3], twin, wrong, absent]
-    assert finalists(tried, must) == [*top, many[0], twin, absent]
+    assert finalists(trials, []) == top
+    must = [many[0], top[3], duplicate, wrong, absent]
+    assert finalists(trials, must) == [*top, many[0], duplicate, absent]
 
 
 class Together(Worker):
@@ -139,10 +141,10 @@ def test_a_finalist_whose_fault_shows_late_falls_out_and_not_the_next_one(tmp_pa
         for c, what in ((A, f"abort-later {tmp_path / 'mark'}"), (B, "nap"), (C, "well"))
     }
     shape = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
-    with Together(evaluator="bad_evaluators:act_on_source") as worker:
+    with Together(0, evaluator="bad_evaluators:act_on_source") as worker:
         blocklist = Blocklist(tmp_path / "blocklist.json", "NVIDIA H200 (132 SMs)")
-        guard = Guard(worker, blocklist)
-        (times,), failed = side_by_side(worker, guard, mix, PROBLEM, [shape])
+        runner = Runner(worker, blocklist)
+        (times,), failed = side_by_side(runner, mix, PROBLEM, [shape])
     assert times.keys() == {str(B), str(C)}
     assert failed.keys() == {A}
     assert failed[A].kind == "crash"

@@ -18,9 +18,10 @@ from fagen.records.store import Card, Record
 from fagen.show.recheck import Rechecked, recheck
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.loop import Study
-from fagen.tuning.search.studies import open_storage, study_name
-from fagen.tuning.worker import Candidate, DeviceReport, Worker
+from fagen.tuning.search.storage import open_storage, study_name
+from fagen.tuning.search.study import Study
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import Candidate, DeviceReport
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=64)
@@ -40,7 +41,7 @@ class Table(Worker):
     """An H200 whose kernels take the times of a table, 100 us if they are not in it."""
 
     def __init__(self, times: dict[AnyConfig, float] | None = None, device: Device = H200) -> None:
-        super().__init__()
+        super().__init__(0)
         self.times, self.device = times or {}, device
         self.bad: dict[AnyConfig, Rejected] = {}
         self.compared: list[set[AnyConfig]] = []

@@ -8,7 +8,7 @@ in another order.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,11 +20,12 @@ from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Shape
 from fagen.show.summary import summarise
 from fagen.tuning.objective import predicted
-from fagen.tuning.outcome import Outcome, Tried
+from fagen.tuning.outcome import Outcome, Trial
+from fagen.tuning.search.joint import JointSearch
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.loop import Results, Study, search
+from fagen.tuning.search.read import read_studies
 from fagen.tuning.search.statistics import spearman
-from fagen.tuning.search.studies import read_studies
+from fagen.tuning.search.study import Study
 
 TABLES = sorted((Path(__file__).parent / "tables").glob("*.journal.gz"))
 AHEAD = 16
@@ -41,7 +42,7 @@ class Table:
     default: AnyConfig
     predict: Callable[[AnyConfig], float]
     outcomes: dict[AnyConfig, Outcome]
-    measured: list[Tried]
+    measured: list[Trial]
 
     @property
     def best(self) -> float:
@@ -59,17 +60,15 @@ class Table:
         )
         dice = np.random.default_rng(seed)
 
-        def evaluate(configs: Iterator[AnyConfig]) -> Results:
-            waiting: list[AnyConfig] = []
-            while True:
-                while len(waiting) < AHEAD and (config := next(configs, None)) is not None:
-                    waiting.append(config)
-                if not waiting:
-                    return
-                done = waiting.pop(int(dice.integers(min(len(waiting), 4))))
-                yield done, [self.outcomes[done]]
-
-        assert search([study], evaluate, trials=trials)
+        waiting: list[AnyConfig] = []
+        search = JointSearch([study], trials=trials)
+        while True:
+            while len(waiting) < AHEAD and (config := search.ask()) is not None:
+                waiting.append(config)
+            if not waiting:
+                break
+            done = waiting.pop(int(dice.integers(min(len(waiting), 4))))
+            search.tell(done, [self.outcomes[done]])
         assert study.best is not None
         return study.best.objective / self.best
 

@@ -25,11 +25,12 @@ from fagen.show.summary import (
     summarise,
     tensor_ceiling,
 )
-from fagen.tuning.outcome import Measured, Outcome, Rejected, Tried
+from fagen.tuning.outcome import Measured, Outcome, Rejected, Trial
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.loop import Study
+from fagen.tuning.search.read import read_studies
 from fagen.tuning.search.statistics import spearman
-from fagen.tuning.search.studies import open_storage, read_studies, study_name
+from fagen.tuning.search.storage import open_storage, study_name
+from fagen.tuning.search.study import Study
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
@@ -100,7 +101,7 @@ def test_the_page_names_every_study_and_config(tmp_path: Path, legal: LegalSet) 
     assert written.studies == (first.name, second.name)
     for study in (first, second):
         assert html.escape(study.name) in text
-        for tried in study.tried:
+        for tried in study.trials:
             assert html.escape(str(tried.config)) in text
     assert html.escape(NASTY, quote=False) in text.replace("&#39;", "'")
     kinds = {path.stem.rpartition("-")[2] for path in written.plots[1:]}
@@ -135,10 +136,10 @@ def test_a_summary_is_what_was_kept(tmp_path: Path, legal: LegalSet) -> None:
     path = tmp_path / "trials.journal"
     study = keep(path, legal)
     (kept,) = read_studies(path)
-    assert [(t.config, t.outcome) for t in kept.tried] == [
-        (t.config, t.outcome) for t in study.tried
+    assert [(t.config, t.outcome) for t in kept.trials] == [
+        (t.config, t.outcome) for t in study.trials
     ]
-    assert all(tried.when for tried in kept.tried)
+    assert all(tried.when for tried in kept.trials)
     summary = summarise(kept)
     assert summary is not None
     assert (summary.problem, summary.shape, summary.device) == (PROBLEM, SHAPE, H200)
@@ -201,7 +202,7 @@ def test_spearman_is_of_ranks() -> None:
 
 def test_importance_finds_the_axis_that_decides() -> None:
     tried = [
-        Tried(
+        Trial(
             Sm90Forward(block_m=m, block_n=n, block_k=64, stages=stages),
             Measured(time_us=100 * m / 64 + 0.1 * (n == 64)),
         )
@@ -255,7 +256,7 @@ def test_the_roofline_has_the_peers_of_the_same_bucket(tmp_path: Path, legal: Le
     [
         (("--storage", "no/such.journal"), "no such storage"),
         (("--storage", "sqlite:///no/such.db"), "no such storage"),
-        (("--storage", "NOTES"), "no journal of trials"),
+        (("--storage", "NOTES"), "not a journal of trials"),
         (("--storage", "JOURNAL", "--study", "d64"), "no study 'd64'"),
         (("--storage", "JOURNAL", "--bench", "no.json"), "no.json"),
         (("--storage", "JOURNAL", "-o", __file__), "is not a folder"),

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape
 from fagen.tuning.model import predict
 from fagen.tuning.outcome import Measured, Outcome, Rejected
+from fagen.tuning.search.joint import JointSearch
 from fagen.tuning.search.legal import LegalSet
-from fagen.tuning.search.loop import Results, Study, search
-from fagen.tuning.search.studies import open_storage
+from fagen.tuning.search.storage import open_storage
+from fagen.tuning.search.study import Study
 
 PROBLEM = Problem(dtype="bf16", head_dim=64)
 SHAPE = Shape(batch=8, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16)
@@ -50,14 +52,26 @@ def table(legal: LegalSet) -> Table:
     }
 
 
-def replay(table: Table, seen: list[AnyConfig] | None = None) -> Callable[..., Results]:
+def search(
+    studies: Sequence[Study],
+    evaluate: Callable[[AnyConfig], Sequence[Outcome]],
+    *,
+    trials: int,
+    budget_s: float | None = None,
+) -> None:
+    """Searches to the end, one config after the other."""
+    with JointSearch(studies, trials=trials, budget_s=budget_s) as joint:
+        while (config := joint.ask()) is not None:
+            joint.tell(config, evaluate(config))
+
+
+def replay(table: Table, seen: list[AnyConfig] | None = None) -> Callable[..., Sequence[Outcome]]:
     """An evaluator that looks outcomes up, and notes what it was asked."""
 
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        for config in configs:
-            if seen is not None:
-                seen.append(config)
-            yield config, [table[config]]
+    def evaluate(config: AnyConfig) -> Sequence[Outcome]:
+        if seen is not None:
+            seen.append(config)
+        return [table[config]]
 
     return evaluate
 
@@ -129,8 +143,8 @@ def test_search_asks_legal_configs_once_each(legal: LegalSet, table: Table, samp
     seen: list[AnyConfig] = []
     default = default_config(PROBLEM, DEVICE, TEMPLATE)
     study = Study("table", legal, sampler=sampler, seed=1, seeds=[default, default])
-    assert search([study], replay(table, seen), trials=120)
-    assert len(seen) == len(set(seen)) == len(study.tried) == 120
+    search([study], replay(table, seen), trials=120)
+    assert len(seen) == len(set(seen)) == len(study.trials) == 120
     assert all(why_illegal(config, PROBLEM, DEVICE) is None for config in seen)
     assert seen[0] == default
     assert time_of(study) == min(tried.time_us for tried in study.measured)
@@ -139,8 +153,8 @@ def test_search_asks_legal_configs_once_each(legal: LegalSet, table: Table, samp
 def test_a_sampler_names_the_packages_that_it_lacks(
     legal: LegalSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fagen.tuning.search.loop.find_spec", lambda package: None)
-    with pytest.raises(MissingDependencyError, match="pip install scipy torch"):
+    monkeypatch.setattr("fagen.tuning.search.samplers.find_spec", lambda package: None)
+    with pytest.raises(MissingDependencyError, match="pip install torch"):
         Study("table", legal, sampler="gp", seed=1)
 
 
@@ -173,8 +187,8 @@ def test_a_small_set_is_tried_completely(table: Table, sampler: str) -> None:
     small = LegalSet(PROBLEM, DEVICE, TEMPLATE, fixed=fixed)
     study = Study("table", small, sampler=sampler)
     assert 10 < len(small) < 200
-    assert search([study], replay(table), trials=200)
-    assert {tried.config for tried in study.tried} == {small.config(r) for r in range(len(small))}
+    search([study], replay(table), trials=200)
+    assert {tried.config for tried in study.trials} == {small.config(r) for r in range(len(small))}
     assert time_of(study) == min(
         o.time_us for c, o in table.items() if isinstance(o, Measured) and small.find(c.axes())
     )
@@ -191,38 +205,33 @@ def test_unknown_sampler_is_refused(legal: LegalSet) -> None:
 def test_failures_are_typed_and_do_not_end_it(legal: LegalSet, table: Table) -> None:
     """Static rejections do not count as trials; what failed on the GPU does."""
 
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        for number, config in enumerate(configs):
-            if number % 3 == 1:
-                yield config, [Rejected(kind="resources", reason="spills 8 bytes")]
-            elif number % 3 == 2:
-                yield config, [Rejected(kind="hang", reason="no answer within 20 s")]
-            else:
-                yield config, [table[config]]
+    numbers = count()
+
+    def evaluate(config: AnyConfig) -> list[Outcome]:
+        number = next(numbers)
+        if number % 3 == 1:
+            return [Rejected(kind="resources", reason="spills 8 bytes")]
+        if number % 3 == 2:
+            return [Rejected(kind="hang", reason="no answer within 20 s")]
+        return [table[config]]
 
     study = Study("table", legal)
-    assert search([study], evaluate, trials=40)
+    search([study], evaluate, trials=40)
     assert study.done == 40
     assert study.rejections["resources"] >= 18
     assert study.rejections["hang"] + len(study.measured) == 40
 
 
 def test_a_space_that_all_fails_ends(legal: LegalSet) -> None:
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        for config in configs:
-            yield config, [Rejected(kind="compile", reason="refused")]
-
     study = Study("table", legal)
-    assert search([study], evaluate, trials=10)
+    search([study], lambda config: [Rejected(kind="compile", reason="refused")], trials=10)
     assert study.best is None
     assert study.rejections == {"compile": 50}
 
 
 def test_a_fault_of_the_evaluator_stops_the_search(legal: LegalSet) -> None:
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        for config in configs:
-            raise NameError("tpyo")
-            yield config, []
+    def evaluate(config: AnyConfig) -> list[Outcome]:
+        raise NameError("tpyo")
 
     with pytest.raises(NameError):
         search([Study("table", legal)], evaluate, trials=10)
@@ -230,20 +239,19 @@ def test_a_fault_of_the_evaluator_stops_the_search(legal: LegalSet) -> None:
 
 def test_budget_ends_it(legal: LegalSet, table: Table) -> None:
     study = Study("table", legal)
-    assert search([study], replay(table), trials=1000, budget_s=0.0)
-    assert study.tried == []
+    search([study], replay(table), trials=1000, budget_s=0.0)
+    assert study.trials == []
 
 
 def test_studies_share_candidates(legal: LegalSet, table: Table) -> None:
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        for config in configs:
-            outcome = table[config]
-            assert isinstance(outcome, Measured)
-            yield config, [outcome, Measured(time_us=1e6 / outcome.time_us)]
+    def evaluate(config: AnyConfig) -> list[Outcome]:
+        outcome = table[config]
+        assert isinstance(outcome, Measured)
+        return [outcome, Measured(time_us=1e6 / outcome.time_us)]
 
     studies = [Study(name, legal, seed=i) for i, name in enumerate(("short", "long"))]
-    assert search(studies, evaluate, trials=60)
-    first, second = ([tried.config for tried in study.tried] for study in studies)
+    search(studies, evaluate, trials=60)
+    first, second = ([trial.config for trial in study.trials] for study in studies)
     assert first == second
     assert len(set(first)) == 60
     assert studies[0].best != studies[1].best
@@ -270,9 +278,9 @@ def test_kept_study_lists_each_trial(legal: LegalSet, tmp_path: Path) -> None:
     assert trials[0].user_attrs["cubin"] == "ab"
     assert trials[1].user_attrs["kind"] == "wrong"
     assert trials[1].user_attrs["reason"] == "output is off by 1"
-    for trial, tried in zip(trials, study.tried, strict=True):
+    for trial, tried in zip(trials, study.trials, strict=True):
         assert parse_config({"template": TEMPLATE, **trial.params}) == tried.config
-        assert trial.user_attrs["config"] == str(tried.config)
+        assert parse_config(trial.user_attrs["config"]) == tried.config
     asked_in_vain = [t for t in kept.get_trials() if t.user_attrs["kind"] == "illegal"]
     assert all(t.state.name == "FAIL" and t.user_attrs["reason"] for t in asked_in_vain)
 
@@ -343,17 +351,21 @@ def test_bad_urls_are_refused() -> None:
 
 
 def test_ctrl_c_keeps_what_is_known(legal: LegalSet, table: Table, tmp_path: Path) -> None:
-    def evaluate(configs: Iterator[AnyConfig]) -> Results:
-        ahead = [next(configs) for _ in range(15)]
-        for number, config in enumerate(ahead):
-            if number == 12:
-                os.kill(os.getpid(), signal.SIGINT)
-            yield config, [table[config]]
-
     path = tmp_path / "trials.journal"
     study = Study("table", legal, storage=open_storage(path))
-    assert search([study], evaluate, trials=100) is False
-    assert len(study.tried) == 12
+
+    def run() -> None:
+        with JointSearch([study], trials=100) as joint:
+            ahead = [joint.ask() for _ in range(15)]
+            for number, config in enumerate(ahead):
+                assert config is not None
+                if number == 12:
+                    os.kill(os.getpid(), signal.SIGINT)
+                joint.tell(config, [table[config]])
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len(study.trials) == 12
     assert study.best is not None
     resumed = Study("table", legal, storage=open_storage(path), resume=True)
     assert resumed.resumed == 12
@@ -369,14 +381,14 @@ def test_kill_9_loses_only_what_is_in_flight(legal: LegalSet, table: Table, tmp_
         from fagen.device import KNOWN_DEVICES
         from fagen.problem import Problem
         from fagen.tuning.search.legal import LegalSet
-        from fagen.tuning.search.loop import Study
-        from fagen.tuning.search.studies import open_storage
+        from fagen.tuning.search.storage import open_storage
+        from fagen.tuning.search.study import Study
         legal = LegalSet(Problem(dtype="bf16", head_dim=64),
                          KNOWN_DEVICES[{DEVICE.name!r}], {TEMPLATE!r}, fixed={FIXED!r})
         study = Study("table", legal, storage=open_storage({str(path)!r}))
         while config := study.ask():
-            study.tell(config, Measured(time_us=1.0 + len(study.tried)))
-            print(len(study.tried), flush=True)
+            study.tell(config, Measured(time_us=1.0 + len(study.trials)))
+            print(len(study.trials), flush=True)
         """
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -390,7 +402,7 @@ def test_kill_9_loses_only_what_is_in_flight(legal: LegalSet, table: Table, tmp_
     process.stdout.close()
     resumed = Study("table", legal, storage=open_storage(path), resume=True)
     assert told <= resumed.resumed <= told + 1
-    configs = [tried.config for tried in resumed.tried]
+    configs = [tried.config for tried in resumed.trials]
     assert len(configs) == len(set(configs))
 
 

@@ -338,19 +338,6 @@ def test_compiler_agrees_on_what_one_wgmma_needs(head_dim: int, block_n: int, fi
 # ---- accepted configs compile, within the limits that the rules promise ----
 
 
-def _sample(
-    template: str, problem: Problem, device: Device, count: int, dice: random.Random
-) -> list[AnyConfig]:
-    """`count` legal configs, each as likely as any other (reservoir sampling)."""
-    sample: list[AnyConfig] = []
-    for index, config in enumerate(legal_configs(template, problem, device)):
-        if index < count:
-            sample.append(config)
-        elif (place := dice.randrange(index + 1)) < count:
-            sample[place] = config
-    return sample
-
-
 def _jobs(
     device: Device, count: int, head_dims: tuple[int, ...]
 ) -> Iterator[tuple[Problem, AnyConfig]]:
@@ -358,14 +345,15 @@ def _jobs(
     dice = random.Random(SEED)
     share = math.ceil(count / len(head_dims) / len(_templates(device.arch)))
     for template, head_dim in itertools.product(_templates(device.arch), head_dims):
-        for config in _sample(template, _problem(head_dim), device, share, dice):
+        legal = LegalSet(_problem(head_dim), device, template)
+        for row in dice.sample(range(len(legal)), share):
             problem = Problem(
                 dtype=dice.choice(("bf16", "fp16")),
                 head_dim=head_dim,
                 causal=dice.random() < 0.5,
                 alignment=dice.choice((2, 16)) if template == "forward_sm80" else 16,
             )
-            yield problem, config
+            yield problem, legal.config(row)
 
 
 def _compile_within_limits(arch: str, count: int, head_dims: tuple[int, ...]) -> None:
@@ -396,15 +384,18 @@ def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_private_cache")
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
-def test_a_few_accepted_configs_compile(arch: str) -> None:
-    _compile_within_limits(arch, 2, head_dims=(40,))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_sample_of_accepted_configs_compiles(arch: str) -> None:
+    """The same ones at each run, two of each template and head dim."""
+    count = 2 * len(_templates(architecture(arch))) * (1 + len(HEAD_DIMS))
+    _compile_within_limits(arch, count, head_dims=(40, *HEAD_DIMS))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_private_cache")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_accepted_configs_compile(arch: str) -> None:
+    """Hundreds of each architecture: `pytest -m slow`."""
     _compile_within_limits(arch, 300, head_dims=(40, *HEAD_DIMS))
 
 

@@ -20,9 +20,10 @@ from recorded import Known, known, legal_set, search_recorded
 
 from fagen.errors import ArgumentError, StoreError, WriteError
 from fagen.tuning.outcome import Measured, Rejected
-from fagen.tuning.search import studies
-from fagen.tuning.search.loop import Study
-from fagen.tuning.search.studies import open_storage, read_studies
+from fagen.tuning.search import ledger, read
+from fagen.tuning.search.read import read_studies
+from fagen.tuning.search.storage import close_storage, open_storage
+from fagen.tuning.search.study import Study
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Known:
     """What one process finds that searches the table to its end."""
     folder = tmp_path_factory.mktemp("alone")
     (study,) = search_recorded(str(folder / "trials.journal"), folder / "log")
-    assert len(study.tried) == len(legal_set())
+    assert len(study.trials) == len(legal_set())
     return known(study)
 
 
@@ -92,7 +93,7 @@ def test_four_processes_find_what_one_does_and_evaluate_nothing_twice(
     assert set(evaluations(log).values()) == {1}
     assert evaluations(log).total() == len(legal_set())
     (kept,) = read_studies(storage)
-    assert {(str(tried.config), str(tried.outcome)) for tried in kept.tried} == alone[0]
+    assert {(str(tried.config), str(tried.outcome)) for tried in kept.trials} == alone[0]
     assert kept.unreadable == 0
 
 
@@ -121,7 +122,7 @@ def test_what_a_killed_process_had_claimed_is_taken_over(
     if not joined:
         (kept,) = read_studies(storage)
         assert kept.unreadable == 0
-        assert {(str(t.config), str(t.outcome)) for t in kept.tried} < alone[0]
+        assert {(str(t.config), str(t.outcome)) for t in kept.trials} < alone[0]
     assert finish(survivor or start(storage, log)) == [alone]
     twice = [config for config, count in evaluations(log).items() if count > 1]
     assert len(twice) <= 1  # the one in flight
@@ -136,23 +137,23 @@ def test_a_claim_of_another_host_ends_with_its_time(
 
     opened = open_storage(tmp_path / "trials.journal")
     with monkeypatch.context() as patch:
-        patch.setattr(studies, "_machine", lambda: "another")
+        patch.setattr(ledger, "_machine", lambda: "another")
         far = join()
         config = far.ask()
         assert config is not None
-        assert far.hold(config)
+        assert far.claim(config)
         patch.undo()
         near = join()
         row = near.legal.find(config.axes())
         assert near.read() == {row}
-        assert not near.hold(config)
-        patch.setattr(studies, "CLAIM_SECONDS", 0.0)
+        assert not near.claim(config)
+        patch.setattr(ledger, "CLAIM_SECONDS", 0.0)
         assert near.read() == set()
-        assert near.hold(config)
+        assert near.claim(config)
     far.tell(config, Measured(time_us=1.0))  # too late: the trial is another's now
-    near.claim(config)
+    near.join(config)
     near.tell(config, Measured(time_us=2.0))
-    assert [tried.time_us for tried in join().tried] == [2.0]
+    assert [tried.time_us for tried in join().trials] == [2.0]
 
 
 def test_survivors_that_give_up_the_same_claims_do_not_collide(storage: str) -> None:
@@ -160,7 +161,7 @@ def test_survivors_that_give_up_the_same_claims_do_not_collide(storage: str) -> 
     opened = [open_storage(storage) for _ in range(4)]
     first, *survivors = (Study("many", legal_set(), storage=each, resume=True) for each in opened)
     claimed = [first.ask() for _ in range(30)]
-    assert all(config is not None and first.hold(config) for config in claimed)
+    assert all(config is not None and first.claim(config) for config in claimed)
     together = threading.Barrier(len(survivors), timeout=60)
 
     def survive(study: Study) -> list[set[int]]:
@@ -170,7 +171,7 @@ def test_survivors_that_give_up_the_same_claims_do_not_collide(storage: str) -> 
     with ThreadPoolExecutor(len(survivors)) as threads:
         assert list(threads.map(survive, survivors)) == [[set()] * 3] * len(survivors)
     for each in opened:
-        studies.close_storage(each)
+        close_storage(each)
 
 
 def test_a_time_that_one_process_withdraws_is_withdrawn_in_all(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_time_that_one_process_withdraws_is_withdrawn_in_all(tmp_path: Path) -
     why = Rejected(kind="crash", reason="on its second run")
     one.tell(config, why)
     other.read()
-    assert [tried.outcome for tried in other.tried] == [why]
+    assert [tried.outcome for tried in other.trials] == [why]
 
 
 def test_a_line_that_a_killed_process_tore_harms_nobody(tmp_path: Path) -> None:
@@ -195,17 +196,17 @@ def test_a_line_that_a_killed_process_tore_harms_nobody(tmp_path: Path) -> None:
             file.write(torn)
         config = study.ask()
         assert config is not None
-        assert study.hold(config)
+        assert study.claim(config)
         study.tell(config, Measured(time_us=1.0))
     again = Study("torn", legal_set(), storage=open_storage(path), resume=True)
-    assert [tried.config for tried in again.tried] == [tried.config for tried in study.tried]
+    assert [tried.config for tried in again.trials] == [tried.config for tried in study.trials]
 
 
 @pytest.mark.parametrize("text", ["not json", "a", "{}", "{}\n", "not json\nnor this"])
 def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(StoreError, match=r"notes\.txt is no journal"):
+    with pytest.raises(StoreError, match=r"notes\.txt is not a journal"):
         open_storage(path)
     assert path.read_text() == text
 
@@ -218,12 +219,12 @@ def test_a_database_that_goes_away_is_one_line() -> None:
         study = Study("few", legal_set(), storage=storage)
         config = study.ask()
         assert config is not None
-        assert study.hold(config)
+        assert study.claim(config)
     with pytest.raises(WriteError, match="cannot keep trials in the database: ") as caught:
         study.tell(config, Measured(time_us=1.0))
     assert "\n" not in str(caught.value)
     study.release()
-    studies.close_storage(storage)
+    close_storage(storage)
 
 
 def test_a_database_that_goes_away_while_it_is_read_is_one_line(
@@ -233,7 +234,7 @@ def test_a_database_that_goes_away_while_it_is_read_is_one_line(
         pytest.skip(reason)
     with postgres.server() as url:
         storage = open_storage(url)
-    monkeypatch.setattr(studies, "open_storage", lambda where: storage)
+    monkeypatch.setattr(read, "open_storage", lambda where: storage)
     with pytest.raises(StoreError, match="cannot read the studies of the database: ") as caught:
         read_studies(url)
     assert "\n" not in str(caught.value)

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fagen.problem import Problem, Shape, standard_shape
 from fagen.records.store import CONFIG_VARIABLE, Card, load_records, save_records
 from fagen.show.bench import HEAD_DIMS, SEQLENS
 from fagen.show.summary import summarise
-from fagen.tuning import candidates, finals, prediction
+from fagen.tuning import candidates, evaluation, finals, prediction
 from fagen.tuning import tuner as tuning
 from fagen.tuning.blocklist import Blocklist
 from fagen.tuning.candidates import known_configs
@@ -39,11 +40,15 @@ from fagen.tuning.events import (
     TrialDone,
 )
 from fagen.tuning.model import predict
+from fagen.tuning.options import TuneOptions
 from fagen.tuning.outcome import Measured, Outcome, Rejected
-from fagen.tuning.search.studies import default_storage, last_storage, open_storage, read_studies
-from fagen.tuning.tasks import Task, companions, standard_tasks, tasks_from
+from fagen.tuning.search.joint import JointSearch
+from fagen.tuning.search.read import read_studies
+from fagen.tuning.search.storage import default_storage, last_storage, open_storage
+from fagen.tuning.tasks import Task, ragged_shapes, standard_tasks, tasks_from
 from fagen.tuning.tuner import TuneResult, estimate_seconds, tune
-from fagen.tuning.worker import TORCH, Candidate, DeviceReport, Worker
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import TORCH, Candidate, DeviceReport
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 GRID_B = Path(__file__).parents[1] / "benchmarks" / "grid_b.yaml"
@@ -59,7 +64,7 @@ class FakeWorker(Worker):
     """An H200 whose kernels take as long as the static model says."""
 
     def __init__(self, fate: Fate = lambda config, shape: None) -> None:
-        super().__init__()
+        super().__init__(0)
         self.fate = fate
         self.evaluated: Counter[tuple[AnyConfig, Shape]] = Counter()
         self.compared: list[list[AnyConfig]] = []
@@ -95,17 +100,49 @@ def fake_kernel(problem: Problem, config: AnyConfig, *_: Any, spill_bytes: int =
     return Compiled("sm90", text, text.encode(), {"kernel": resources}, "13.0", key)
 
 
+class FakeCompilers:
+    """A pool whose answers are there at once: what `compiled` returns or raises."""
+
+    processes = 1
+
+    def __init__(self, compiled: Callable[..., Compiled]) -> None:
+        self._compiled = compiled
+
+    def __enter__(self) -> FakeCompilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, _: Any, problem: Problem, config: AnyConfig, arch: Any) -> Future[Compiled]:
+        future: Future[Compiled] = Future()
+        try:
+            future.set_result(self._compiled(problem, config))
+        except CompileError as error:
+            future.set_exception(error)
+        return future
+
+
+def compile_by(monkeypatch: pytest.MonkeyPatch, compiled: Callable[..., Compiled]) -> None:
+    """Puts `compiled` in the place of the compiler of candidates."""
+
+    def compile_many(jobs: Any, arch: Any, **_: Any) -> Iterator[tuple[Problem, AnyConfig, Any]]:
+        for problem, config in jobs:
+            try:
+                yield problem, config, compiled(problem, config)
+            except CompileError as error:
+                yield problem, config, error
+
+    monkeypatch.setattr(tuning, "compile_processes", lambda processes: FakeCompilers(compiled))
+    monkeypatch.setattr(prediction, "compile_many", compile_many)
+
+
 @pytest.fixture(autouse=True)
 def _no_compiler_and_no_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
-        for problem, config, _ in jobs:
-            yield config, fake_kernel(problem, config)
-
     none = tmp_path / "none.yaml"
     save_records(none, [])
     monkeypatch.setenv(CONFIG_VARIABLE, str(none))
-    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
-    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
+    compile_by(monkeypatch, fake_kernel)
     monkeypatch.setattr(finals, "compile_kernel", fake_kernel)
     monkeypatch.setattr(candidates, "MODEL_SAMPLE", 500)
 
@@ -114,20 +151,17 @@ def run(
     tmp_path: Path, worker: Worker | None = None, tasks: list[Task] = TASKS, **options: Any
 ) -> tuple[TuneResult, list[Event]]:
     events: list[Event] = []
-    result = tune(
-        tasks,
-        **{
-            "trials": 40,
-            "effort": "quick",
-            "fixed": FIXED,
-            "out": tmp_path / "tuned.yaml",
-            "storage": tmp_path / "trials.journal",
-            "on_event": events.append,
-            "workers": [worker or FakeWorker()],
-            **options,
-        },
-    )
-    return result, events
+    on_event = options.pop("on_event", events.append)
+    workers = options.pop("workers", [worker or FakeWorker()])
+    defaults = {
+        "trials": 40,
+        "effort": "quick",
+        "fixed": FIXED,
+        "out": tmp_path / "tuned.yaml",
+        "storage": tmp_path / "trials.journal",
+    }
+    chosen = TuneOptions.of(**defaults | options)
+    return tune(tasks, chosen, on_event=on_event, workers=workers), events
 
 
 def test_tuning_saves_the_fastest_of_each_shape(tmp_path: Path) -> None:
@@ -277,7 +311,7 @@ def test_what_was_not_timed_on_every_shape_is_not_compared_with(tmp_path: Path) 
             self, candidates: Any, problem: Problem, shape: Shape
         ) -> dict[str, list[float]]:
             times = super().compare(candidates, problem, shape)
-            if shape.seqlen_q % 2:  # the ragged companion
+            if shape.seqlen_q % 2:  # the ragged shape
                 del times[TORCH], times[str(default)]
             return times
 
@@ -292,13 +326,14 @@ def test_what_was_not_timed_on_every_shape_is_not_compared_with(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"effort": "fast"}, "quick, full"),
-        ({"sampler": "oracle"}, "surrogate, tpe"),
+        ({"effort": "fast"}, "effort: .*'quick' or 'full'"),
+        ({"sampler": "oracle"}, "sampler: .*'surrogate', 'tpe'"),
         ({"devices": ()}, "devices"),
-        ({"trials": 0}, "trials is 0"),
-        ({"budget_s": -1.0}, "budget_s is -1.0"),
-        ({"processes": -1}, "processes is -1"),
-        ({"trials": "x"}, "trials is 'x'"),
+        ({"trials": 0}, r"trials: .*greater than 0 \(got 0\)"),
+        ({"budget_s": -1.0}, r"budget_s: .*greater than 0 \(got -1.0\)"),
+        ({"processes": -1}, r"processes: .*greater than 0 \(got -1\)"),
+        ({"trials": "x"}, r"trials: .*valid integer.*\(got 'x'\)"),
+        ({"trails": 9}, "no option trails: there are arch, devices, .*trials"),
         ({"devices": "a"}, "devices"),
         ({"tasks": []}, "at least one problem"),
     ],
@@ -361,12 +396,12 @@ def test_a_time_that_is_withdrawn_wins_nothing(tmp_path: Path) -> None:
     result, events = run(tmp_path, worker, tasks=[ONE])
     assert [record.config for record in result.records] != [best]
     assert best not in worker.compared[0]
-    trials = [event.tried for event in events if isinstance(event, TrialDone)]
+    trials = [event.trial for event in events if isinstance(event, TrialDone)]
     outcomes = [tried.outcome for tried in trials if tried.config == best]
     assert [type(outcome) for outcome in outcomes] == [Measured, Rejected]
     assert sum(isinstance(tried.outcome, Rejected) for tried in trials) == 1, "only it is to blame"
     (kept,) = read_studies(result.storage, result.studies)
-    assert [t.outcome for t in kept.tried if t.config == best] == [outcomes[1]]
+    assert [t.outcome for t in kept.trials if t.config == best] == [outcomes[1]]
     again = FakeWorker()
     run(tmp_path, again, tasks=[ONE], resume=True, trials=50)
     assert (best, ONE.shapes[0]) not in again.evaluated
@@ -457,25 +492,22 @@ def test_one_bad_finalist_does_not_cost_the_record(tmp_path: Path) -> None:
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("fell out of the finals: crash" in text for text in notices)
     (kept,) = read_studies(tmp_path / "trials.journal")
-    (verdict,) = (each.outcome for each in kept.tried if each.config == worker.bad)
+    (verdict,) = (each.outcome for each in kept.trials if each.config == worker.bad)
     assert isinstance(verdict, Rejected), "its time from the search is void"
 
 
 def test_static_rejections_never_reach_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Any]]:
-        for problem, config, _ in jobs:
-            if config.block_n > 128:
-                yield config, CompileError("NVRTC refused it")
-            elif config.block_n == 128:
-                yield config, fake_kernel(problem, config, spill_bytes=192)
-            else:
-                yield config, fake_kernel(problem, config)
+    def compiled(problem: Problem, config: AnyConfig) -> Compiled:
+        if config.axes()["block_n"] > 128:
+            raise CompileError("NVRTC refused it")
+        return fake_kernel(
+            problem, config, spill_bytes=192 if config.axes()["block_n"] == 128 else 0
+        )
 
-    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
-    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
-    monkeypatch.setattr(tuning, "compile_kernel", partial(fake_kernel, spill_bytes=192))
+    compile_by(monkeypatch, compiled)
+    monkeypatch.setattr(evaluation, "compile_kernel", partial(fake_kernel, spill_bytes=192))
     worker = FakeWorker()
     result, events = run(tmp_path, worker)
     assert all(config.axes()["block_n"] < 128 for config, _ in worker.evaluated)
@@ -493,13 +525,13 @@ def test_static_rejections_never_reach_the_gpu(
 def test_equal_cubins_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alike = {"stages": 2, "q_stages": 1, "overlap": True, "lazy_rescale": False}
 
-    def compiled(jobs: Any, processes: Any) -> Iterator[tuple[AnyConfig, Compiled]]:
-        for problem, config, _ in jobs:
-            yield config, fake_kernel(problem, config.model_copy(update=alike))
+    def compiled(problem: Problem, config: AnyConfig) -> Compiled:
+        return fake_kernel(problem, config.model_copy(update=alike))
 
-    monkeypatch.setattr(tuning, "compiled_ahead", compiled)
-    monkeypatch.setattr(prediction, "compiled_ahead", compiled)
-    monkeypatch.setattr("fagen.kernels.config.Sm90Forward.smem_bytes", lambda config, problem: 0)
+    compile_by(monkeypatch, compiled)
+    monkeypatch.setattr(
+        "fagen.kernels.forward_sm90.Sm90Forward.smem_bytes", lambda config, problem: 0
+    )
     worker = FakeWorker()
     _, events = run(tmp_path, worker)
     unlike = [config.model_copy(update=alike) for config, _ in worker.evaluated]
@@ -534,7 +566,7 @@ def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
     """Tiles of 96 keys suit the usual shape, and are slow where the sequence is ragged."""
     task = Task(TASK.problem, TASK.shapes[:1])
     (shape,) = task.shapes
-    (ragged,) = companions(shape)
+    (ragged,) = ragged_shapes(shape)
 
     def fate(config: AnyConfig, at: Shape) -> Outcome:
         factor = {shape: 0.7, ragged: 1.6}[at] if config.axes()["block_n"] == 96 else 1.0
@@ -548,7 +580,7 @@ def test_a_full_effort_counts_a_ragged_shape_as_much(tmp_path: Path) -> None:
     best = {}
     for result in (quick, full):
         (kept,) = read_studies(result.storage, result.studies)
-        measured = [tried for tried in kept.tried if isinstance(tried.outcome, Measured)]
+        measured = [tried for tried in kept.trials if isinstance(tried.outcome, Measured)]
         best[result.path] = min(measured, key=lambda tried: tried.objective)
         default = next(t for t in measured if t.config == default_config(TASK.problem, H200))
         assert default.objective == 1.0
@@ -569,7 +601,7 @@ def test_a_loser_is_not_timed_on_the_ragged_shape(tmp_path: Path) -> None:
     run(tmp_path, worker, effort="full")
     default = default_config(TASK.problem, H200)
     for shape in TASK.shapes:
-        (ragged,) = companions(shape)
+        (ragged,) = ragged_shapes(shape)
         on_usual, on_ragged = (
             [config for config, at in worker.evaluated if at == each] for each in (shape, ragged)
         )
@@ -742,7 +774,7 @@ def test_predictions_never_displace_measurements(tmp_path: Path) -> None:
 
 
 def test_without_a_device_an_architecture_must_be_named(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="name an architecture, as sm90"):
+    with pytest.raises(DeviceError, match="name an architecture, such as sm90"):
         run(tmp_path, NoDevice())
 
 
@@ -769,11 +801,12 @@ def test_each_task_gets_its_share_of_the_budget(
 ) -> None:
     budgets: list[float] = []
 
-    def search(*_: Any, budget_s: float, **__: Any) -> bool:
-        budgets.append(budget_s)
-        return True
+    class Search(JointSearch):
+        def __init__(self, *_: Any, budget_s: float, **__: Any) -> None:
+            budgets.append(budget_s)
+            super().__init__([], trials=1, budget_s=0.0)
 
-    monkeypatch.setattr(tuning, "search", search)
+    monkeypatch.setattr(tuning, "JointSearch", Search)
     run(tmp_path, tasks=TASKS * 4, budget_s=1000.0)
     assert budgets == pytest.approx([250, 333, 500, 1000], rel=0.2)
 
@@ -794,10 +827,10 @@ def test_standard_tasks() -> None:
 
 @pytest.mark.parametrize("seqlen", [1, 2, 7, 100, 512, 700, 3000, 4096, 8192, 65536])
 @pytest.mark.parametrize("batch", [1, 2, 3, 32])
-def test_companions_are_ragged_shapes_of_the_bucket(seqlen: int, batch: int) -> None:
+def test_ragged_shapes_are_of_the_bucket(seqlen: int, batch: int) -> None:
     for seqlen_q in (1, seqlen):
         shape = Shape(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen, heads_q=16, heads_kv=4)
-        found = companions(shape)
+        found = ragged_shapes(shape)
         assert len(found) == (seqlen > 2)
         for ragged in found:
             assert ragged.bucket() == shape.bucket()
@@ -846,6 +879,7 @@ def test_what_no_trial_could_answer_is_refused_at_once(
 
     monkeypatch.setattr(Worker, "describe_device", none)
     given: dict[str, Any] = {"tasks": TASKS, "arch": architecture("sm90")} | arguments
+    tasks = given.pop("tasks")
     with pytest.raises(ArgumentError, match=said):
-        tune(**given, out=tmp_path / "x.yaml")
+        tune(tasks, TuneOptions(**given, out=tmp_path / "x.yaml"))
     assert not (tmp_path / "x.yaml").exists()

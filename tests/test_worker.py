@@ -19,7 +19,8 @@ from alive import is_alive, wait_until_dead
 from fagen.errors import DeviceError
 from fagen.problem import Problem, Shape
 from fagen.tuning.outcome import Measured, Outcome, Rejected
-from fagen.tuning.worker import Worker, _torch_call
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import _torch_call
 
 ACT = "bad_evaluators:act"
 SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
@@ -27,7 +28,7 @@ SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    with Worker(evaluator=ACT, deadline_s=20) as worker:
+    with Worker(0, evaluator=ACT, deadline_s=20) as worker:
         yield worker
 
 
@@ -131,7 +132,7 @@ def test_a_fault_of_fagen_stops_the_search(
     with pytest.raises(RuntimeError, match="Python error"):
         ask(worker, "typo")
     assert "NameError: tpyo" in capfd.readouterr().err
-    with pytest.raises(TypeError, match="returned None, which is no outcome"):
+    with pytest.raises(TypeError, match="returned None, which is not an outcome"):
         ask(worker, "nothing")
 
 
@@ -141,7 +142,7 @@ def test_the_worker_dies_with_its_parent(tmp_path: Path) -> None:
         f"""
         from fagen.tuning.worker import Worker
         if __name__ == "__main__":
-            Worker(evaluator={ACT!r}).evaluate("hang-deaf {tmp_path / "pid"}", None, None, None)
+            Worker(0, evaluator={ACT!r}).evaluate("hang-deaf {tmp_path / "pid"}", None, None, None)
         """
     )
     script = tmp_path / "parent.py"
@@ -175,7 +176,7 @@ def test_no_device_is_one_line() -> None:
     try:
         driver.device_count()
     except DeviceError:
-        with Worker() as worker, pytest.raises(DeviceError, match="no usable CUDA driver"):
+        with Worker(0) as worker, pytest.raises(DeviceError, match="no usable CUDA driver"):
             worker.describe_device()
     else:
         pytest.skip("there is a device")

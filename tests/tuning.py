@@ -15,10 +15,12 @@ from typing import Any
 from fagen.device import KNOWN_DEVICES, architecture
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
+from fagen.tuning.options import TuneOptions
 from fagen.tuning.outcome import Measured, Outcome
 from fagen.tuning.tasks import Task
 from fagen.tuning.tuner import TuneResult, tune
-from fagen.tuning.worker import TORCH, DeviceReport, Worker
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import TORCH, DeviceReport
 
 A100 = KNOWN_DEVICES["NVIDIA A100-SXM4-80GB"]
 SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=4, heads_kv=4)
@@ -56,7 +58,7 @@ def evaluate(compiled: Any, problem: Problem, config: AnyConfig, *rest: Any) -> 
 class RecordedWorker(Worker):
     """A real process, whose evaluator and card are made up."""
 
-    def __init__(self, device_index: int = 0) -> None:
+    def __init__(self, device_index: int) -> None:
         super().__init__(device_index, evaluator="tuning:evaluate")
 
     def describe_device(self) -> DeviceReport:
@@ -69,9 +71,8 @@ class RecordedWorker(Worker):
 def tune_recorded(folder: Path, *, seqlen: int = 512, **options: Any) -> TuneResult:
     """Tunes `TASK`, or the like for another length, by brute force; its files are in `folder`."""
     shape = SHAPE.model_copy(update={"seqlen_q": seqlen, "seqlen_k": seqlen})
-    with RecordedWorker() as worker:
+    with RecordedWorker(0) as worker:
         defaults: dict[str, Any] = {
-            "tasks": [Task(TASK.problem, (shape,))],
             "fixed": FIXED,
             "template": "forward_sm80",
             "sampler": "brute-force",
@@ -80,9 +81,9 @@ def tune_recorded(folder: Path, *, seqlen: int = 512, **options: Any) -> TuneRes
             "resume": True,
             "processes": 1,
             "effort": "quick",
-            "workers": [worker],
         }
-        return tune(**defaults | options)
+        tasks = [Task(TASK.problem, (shape,))]
+        return tune(tasks, TuneOptions(**defaults | options), workers=[worker])
 
 
 if __name__ == "__main__":

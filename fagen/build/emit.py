@@ -22,9 +22,9 @@ from fagen import __version__
 from fagen.build.render import fold, render
 from fagen.device import Architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
-from fagen.kernels.registry import AnyConfig, default_config, template_of
+from fagen.kernels.registry import default_config, template_of
 from fagen.kernels.space import why_illegal
-from fagen.kernels.template import symbol
+from fagen.kernels.template import Config, symbol
 from fagen.problem import Problem, Shape
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 def emit(
     problem: Problem,
-    config: AnyConfig,
+    config: Config,
     arch: Architecture,
     *,
     record: Record | None = None,
@@ -112,7 +112,7 @@ def default_name(problem: Problem, arch: Architecture) -> str:
 
 
 def _sources(
-    problem: Problem, config: AnyConfig, arch: Architecture, record: Record | None, name: str
+    problem: Problem, config: Config, arch: Architecture, record: Record | None, name: str
 ) -> dict[str, str | bytes]:
     some = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
     contiguous = ((128 * problem.head_dim, problem.head_dim, problem.head_dim),) * 4
@@ -144,7 +144,7 @@ def _sources(
 
 
 def _header(
-    problem: Problem, config: AnyConfig, arch: Architecture, record: Record | None, name: str
+    problem: Problem, config: Config, arch: Architecture, record: Record | None, name: str
 ) -> str:
     """The comment above a kernel: what it is, how good it is known to be, how to build it."""
     if record is not None:

@@ -1,31 +1,222 @@
-"""Processes that may crash or hang: one, or many calls of one function.
+"""Child processes that may crash or hang: one at a time (`Child`), or a pool of them.
 
-`concurrent.futures` cannot stop a call that hangs, and gives up its whole pool when one process
-dies; here only the one call fails.
+`concurrent.futures.ProcessPoolExecutor` cannot stop a call that hangs and gives up the whole pool
+when one process dies. Here a call that hangs or dies fails alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from fagen.errors import FagenError
+
+START_SECONDS = 60.0  # for a new process to import what it needs
+STOP_SECONDS = 30.0  # the driver lets a killed process go when it has stopped its kernel
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Job = TypeVar("Job", bound=tuple[Any, ...])
 Result = TypeVar("Result")
 Failure = TypeVar("Failure", bound=FagenError)
 
-STARTUP_SECONDS = 30.0  # what a fresh process may need before its first job
+_starting = threading.Lock()
+
+
+class ProcessLost(Exception):  # noqa: N818  (callers turn it into an error or a rejection)
+    """A process hung or died over a request.
+
+    Attributes:
+        hung: whether it was killed because it did not answer in time.
+    """
+
+    def __init__(self, reason: str, *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.hung = hung
+
+
+class Child:
+    """A spawned process that answers one request at a time.
+
+    It ends with its parent, however that dies. Ctrl-C does not reach it: that is for the parent,
+    which then ends it.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self._is_ready = False
+        with _starting:
+            # Children inherit the signal mask. The tracker's own start would lift it, so it
+            # comes first.
+            resource_tracker.ensure_running()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # so that its end reads as the end of the process
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process can take a request."""
+        return not self._connection.closed and self._process.is_alive()
+
+    def ask(self, function: Callable[..., Result], *arguments: Any, deadline_s: float) -> Result:
+        """`function(*arguments)`, run by the process.
+
+        Args:
+            function: of a module, since the process imports it anew.
+            deadline_s: seconds after which the process is killed. Its start does not count, nor do
+                the imports of its first function.
+
+        Raises:
+            ProcessLost: if it hangs or dies. It takes no more requests then.
+            FagenError: if the function raises one.
+            RuntimeError: if it raises anything else; its traceback is on stderr.
+        """
+        try:
+            if not self._is_ready:
+                self._connection.send(function)  # which the process has to import
+                self._receive(START_SECONDS)
+                self._is_ready = True
+            self._connection.send((function, arguments))
+            answer = self._receive(deadline_s)
+        except (EOFError, OSError):
+            raise self._death() from None
+        except KeyboardInterrupt:
+            self.close()  # otherwise its answer would be taken for that of the next request
+            raise
+        if isinstance(answer, FagenError):
+            raise answer
+        result: Result = answer
+        return result
+
+    def kill(self) -> None:
+        """Ends the process; a thread that waits for its answer gets a `ProcessLost`."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process and waits until it is gone. For the thread that asks."""
+        self._process.kill()
+        self._process.join(timeout=STOP_SECONDS)
+        self._connection.close()
+
+    def _receive(self, deadline_s: float) -> Any:
+        if not self._connection.poll(deadline_s):
+            self.close()
+            raise ProcessLost(
+                f"no answer within {deadline_s:g} s; the process was killed", hung=True
+            )
+        return self._connection.recv()
+
+    def _death(self) -> Exception:
+        """Why the process is gone."""
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        self.close()
+        if code == 1:  # what Python exits with after a traceback
+            return RuntimeError(
+                "a child process met a Python error: its traceback is above. If it speaks of "
+                'the bootstrapping phase, guard your script with `if __name__ == "__main__":`'
+            )
+        if code is not None and code < 0:
+            return ProcessLost(f"was killed by {signal.Signals(-code).name}")
+        return ProcessLost(f"exited with code {code}")
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    """Runs in the child: answers requests until the parent hangs up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before that
+        os._exit(0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected here
+    connection.recv()  # a first function, and with it what that imports
+    connection.send(None)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        answer: Any
+        try:
+            answer = function(*arguments)
+        except FagenError as error:
+            answer = error
+        connection.send(answer)
+
+
+class ProcessPool:
+    """Calls of functions in child processes, as futures. A context manager, which ends them.
+
+    Processes start when there is work for them.
+
+    Args:
+        processes: how many at most.
+        timeout: seconds after which a call is stopped, its process killed.
+        failure: the error of a call that was stopped or whose process died.
+    """
+
+    def __init__(self, processes: int, *, timeout: float, failure: type[FagenError]) -> None:
+        self.processes = processes
+        self._timeout, self._failure = timeout, failure
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._children: list[Child] = []
+        self._mine = threading.local()  # .child: that of a thread
+        # The threads outlive the processes that they start: the kernel ends those with them.
+        self._threads = ThreadPoolExecutor(processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._is_open = False
+            for child in self._children:
+                child.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for child in self._children:
+            child.close()
+
+    def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """`function(*arguments)` in one of the processes; errors are those of `Child.ask`."""
+        return self._threads.submit(self._call, function, *arguments)
+
+    def _call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        try:
+            return self._child().ask(function, *arguments, deadline_s=self._timeout)
+        except ProcessLost as lost:
+            reason = f"stopped after {self._timeout:g} s" if lost.hung else f"the process {lost}"
+            raise self._failure(reason) from None
+
+    def _child(self) -> Child:
+        """This thread's process."""
+        child: Child | None = getattr(self._mine, "child", None)
+        if child is None or not child.is_alive:
+            with self._lock:
+                if not self._is_open:
+                    raise ProcessLost("was not started: its pool is closed")
+                if child is not None:
+                    self._children.remove(child)
+                child = self._mine.child = Child()
+                self._children.append(child)
+        return child
 
 
 def in_processes(
@@ -36,18 +227,10 @@ def in_processes(
     timeout: float,
     failure: type[Failure],
 ) -> Iterator[tuple[Job, Result | Failure]]:
-    """Calls `function(*job)` for each job, in spawned processes.
-
-    The processes end with the iteration (its close and Ctrl-C included), and with this process,
-    however it dies.
+    """Calls `function(*job)` for each job, in a `ProcessPool` that ends with the iteration.
 
     Args:
-        function: of a module, since the processes import it anew.
-        jobs: read one at a time, when a process is free.
-        processes: how many at most.
-        timeout: seconds after which a call is stopped, its process killed.
-        failure: the error that is an answer: raised by the function, or made here for a call
-            that was stopped or whose process died.
+        failure: the error that is an answer, raised by the function or made by the pool.
 
     Yields:
         (job, result or error), in the order of completion.
@@ -56,124 +239,12 @@ def in_processes(
         FagenError: any other of fagen's errors that the function raises.
         RuntimeError: if a process fails otherwise (its traceback is on stderr).
     """
-    source = iter(jobs)
-    job = next(source, None)
-    children: list[_Child] = []
-    answers: deque[tuple[Any, Any]] = deque()
-    try:
-        while True:
-            while job is not None:
-                child = next((child for child in children if child.job is None), None)
-                if child is None:
-                    if len(children) == processes:
-                        break
-                    child = _Child(function)
-                    children.append(child)
-                child.start(job, timeout)
-                job = next(source, None)
-            if answers:  # every process that can be busy is busy while the caller looks at it
-                done, answer = answers.popleft()
-                if isinstance(answer, FagenError) and not isinstance(answer, failure):
-                    raise answer
-                yield done, answer
-                continue
-            busy = [child for child in children if child.job is not None]
-            if not busy:
-                return
-            patience = min(child.deadline for child in busy) - time.monotonic()
-            wait([child.connection for child in busy], timeout=max(patience, 0))
-            for child in busy:
-                if child.connection.poll():
-                    answers.append((child.job, child.answer(failure)))
-                elif time.monotonic() > child.deadline:
-                    answers.append((child.job, failure(f"stopped after {timeout:g} s")))
-                    child.kill()
-            # One that died over its job in the meantime still has to be asked for the answer.
-            children = [c for c in children if c.job is not None or c.process.is_alive()]
-    finally:
-        for child in children:
-            child.kill()
-
-
-def spawn(target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
-    """A new process that runs `target(connection, *arguments)`, and this end of the connection.
-
-    Ctrl-C does not reach it: that is for this process, which then ends it.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    # Children inherit the signal mask. The tracker's own start would lift it, so it comes first.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()  # so that its end reads as the end of the process
-    return process, ours
-
-
-class _Child:
-    """A process that serves one job after the other; `job` is the one it has."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.process, self.connection = spawn(_serve, function)
-        self.job: Any = None
-        self.deadline = 0.0
-        self._allowance = STARTUP_SECONDS
-
-    def start(self, job: Any, timeout: float) -> None:
-        self.job = job
-        self.deadline = time.monotonic() + timeout + self._allowance
-        self._allowance = 0.0
-        with suppress(BrokenPipeError):  # it died meanwhile: the answer will be that
-            self.connection.send(job)
-
-    def answer(self, failure: type[FagenError]) -> Any:
-        """The answer that has arrived, or a failure if the process died over it."""
-        self.job = None
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            pass
-        self.process.join(timeout=1)
-        self.kill()
-        code = self.process.exitcode or 0
-        if code >= 0:
-            raise RuntimeError(
-                f"a process of {__name__} ended with code {code}: its traceback is above. If it "
-                "speaks of the bootstrapping phase, guard your script with "
-                '`if __name__ == "__main__":`'
-            )
-        return failure(f"the process was killed by {signal.Signals(-code).name}")
-
-    def kill(self) -> None:
-        self.job = None
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
-def _serve(connection: Connection, function: Callable[..., Any]) -> None:
-    """Runs in the child: answers jobs until the parent hangs up."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        answer: Any
-        try:
-            answer = function(*job)
-        except FagenError as error:
-            answer = error
-        connection.send(answer)
-
-
-def _end_with_parent() -> None:
-    """Ends this process when its parent has died, in the middle of a call if need be."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    with ProcessPool(processes, timeout=timeout, failure=failure) as pool:
+        futures = {pool.submit(function, *job): job for job in jobs}
+        for future in as_completed(futures):
+            answer: Result | Failure
+            try:
+                answer = future.result()
+            except failure as error:
+                answer = error
+            yield futures.pop(future), answer

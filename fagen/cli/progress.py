@@ -19,7 +19,7 @@ from fagen.tuning.events import (
     TaskStarted,
     TrialDone,
 )
-from fagen.tuning.outcome import Measured, Tried
+from fagen.tuning.outcome import Measured, Trial
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ def span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def describe_best(problem: Problem, shape: Shape, best: Tried | None) -> str:
+def describe_best(problem: Problem, shape: Shape, best: Trial | None) -> str:
     """The fastest config so far, as time, speed and name."""
     if best is None or not isinstance(best.outcome, Measured):
         return "nothing yet"

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from fagen.build.render import render
 from fagen.device import Device
-from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.registry import default_config
 from fagen.kernels.space import require_legal, why_illegal
+from fagen.kernels.template import Config
 from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
 from fagen.records.store import Entry, Record, Store, digest
 
@@ -70,7 +71,7 @@ class Choice:
 
     problem: Problem
     device: Device
-    config: AnyConfig
+    config: Config
     tier: Tier
     reason: str
     record: Record | None = None
@@ -117,7 +118,7 @@ class Offer(NamedTuple):
     """
 
     tier: Tier
-    config: AnyConfig
+    config: Config
     entry: Entry | None = None
     illegal: str | None = None
 
@@ -127,7 +128,7 @@ def choose(
     shape: Shape,
     device: Device,
     *,
-    config: AnyConfig | None = None,
+    config: Config | None = None,
     store: Store | None = None,
 ) -> Choice:
     """The config of a call, by the tiers above; what is asked again comes from a cache.

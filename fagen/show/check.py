@@ -11,14 +11,16 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from fagen.device import Architecture, Device, typical_device
 from fagen.errors import CompileError
-from fagen.kernels.registry import AnyConfig, templates_for
+from fagen.kernels.registry import templates_for
 from fagen.kernels.space import legal_configs, why_illegal
+from fagen.kernels.template import Config
 from fagen.operation import OPERATIONS
 from fagen.problem import DTYPE_NAMES, Problem
 from fagen.tuning.search.legal import LegalSet
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128, 256)
 SAMPLE = 24  # legal configs that are compiled
-Job = tuple[Problem, AnyConfig]
+Job = tuple[Problem, Config]
 Progress = Callable[[int, int], None]  # kernels compiled, of how many
 
 
@@ -118,7 +120,7 @@ class CheckReport(BaseModel):
 
 def measure_space(template: str, problem: Problem, device: Device) -> SpaceReport:
     """Counts what each rule removes from a template's space."""
-    legal = LegalSet(problem, device, template)
+    legal = _legal_set(problem, device, template)
     return SpaceReport(
         template=template,
         head_dim=problem.head_dim,
@@ -133,6 +135,11 @@ def _templates(arch: Architecture) -> list[str]:
     return [t.NAME for operation in OPERATIONS for t in templates_for(operation, arch)]
 
 
+@lru_cache(maxsize=2 * len(HEAD_DIMS))  # seconds each: counted first, then sampled
+def _legal_set(problem: Problem, device: Device, template: str) -> LegalSet:
+    return LegalSet(problem, device, template)
+
+
 def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
     """About `count` distinct legal (problem, config) pairs, spread over templates and head dims."""
     dice = random.Random(seed)
@@ -140,7 +147,7 @@ def sample_space(device: Device, count: int, *, seed: int = 0) -> list[Job]:
     spaces = [(t, head_dim) for t in _templates(device.arch) for head_dim in HEAD_DIMS]
     for index, (template, head_dim) in enumerate(spaces):
         problem = Problem(dtype="bf16", head_dim=head_dim)
-        legal = LegalSet(problem, device, template)
+        legal = _legal_set(problem, device, template)
         share = count * (index + 1) // len(spaces) - count * index // len(spaces)
         for row in dice.sample(range(len(legal)), min(share, len(legal))):
             question = problem.model_copy(

@@ -24,7 +24,7 @@ from fagen.show.summary import (
     tensor_ceiling,
     varied_axes,
 )
-from fagen.tuning.outcome import Tried
+from fagen.tuning.outcome import Trial
 
 try:
     from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def _microseconds(axis: Axis) -> None:
     axis.set_major_formatter(ScalarFormatter())
 
 
-def _mark(axes: Axes, summary: Summary, place: Callable[[Tried], float]) -> None:
+def _mark(axes: Axes, summary: Summary, place: Callable[[Trial], float]) -> None:
     """Marks default and winner in a cloud of trials: their times over their places."""
     for name, tried in summary.marked.items():
         label = f"{name}, {tried.time_us:.1f} µs"

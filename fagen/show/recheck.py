@@ -17,15 +17,18 @@ from fagen.build.compiled import Compiled
 from fagen.device import Device
 from fagen.errors import ArgumentError, CompileError, DeviceError
 from fagen.judge.measure import median_and_spread
-from fagen.kernels.registry import AnyConfig, default_config
+from fagen.kernels.registry import default_config
 from fagen.kernels.space import why_illegal
+from fagen.kernels.template import Config
 from fagen.problem import Problem
 from fagen.records.store import Record
-from fagen.tuning.blocklist import Blocklist, Guard, blocklist_path
+from fagen.tuning.blocklist import Blocklist, blocklist_path
 from fagen.tuning.events import Notice
 from fagen.tuning.finals import fastest, paired_ratio, side_by_side
 from fagen.tuning.outcome import Rejected
-from fagen.tuning.search.studies import KeptStudy, default_storage, read_studies, study_name
+from fagen.tuning.runner import Runner
+from fagen.tuning.search.read import KeptStudy, read_studies
+from fagen.tuning.search.storage import default_storage, study_name
 from fagen.tuning.worker import Worker
 
 RUNNERS_UP = 4  # of the kept study
@@ -92,26 +95,26 @@ def recheck(
         where = storage if storage is not None else default_storage(device)
         kept = read_studies(where) if storage is not None or Path(where).exists() else []
         blocklist = Blocklist(blocklist_path(where, device), device.key, on_notice)
-        guard = Guard(running, blocklist)
+        runner = Runner(running, blocklist)
         rivals = {record.key: _rivals(record, records, kept, device) for record in mine}
         jobs = [(r.problem, config) for r in mine for config in [r.config, *rivals[r.key]]]
-        kernels: dict[tuple[Problem, AnyConfig], Compiled | CompileError] = {}
+        kernels: dict[tuple[Problem, Config], Compiled | CompileError] = {}
         for problem, config, compiled in compile_many(
             dict.fromkeys(jobs), device.arch, processes=processes
         ):
             kernels[problem, config] = compiled
         for record in mine:
             mix = {c: kernels[record.problem, c] for c in [record.config, *rivals[record.key]]}
-            yield _judge(record, mix, running, guard, device)
+            yield _judge(record, mix, runner, device)
 
 
 def _rivals(
     record: Record, records: Iterable[Record], kept: Iterable[KeptStudy], device: Device
-) -> list[AnyConfig]:
+) -> list[Config]:
     """What a record is compared with, itself not included."""
     problem, template = record.problem, record.config.template
     prefix = study_name(device, problem, record.shape, template) + " "
-    tried = [each for study in kept if study.name.startswith(prefix) for each in study.tried]
+    tried = [each for study in kept if study.name.startswith(prefix) for each in study.trials]
     ranked = dict.fromkeys(
         each.config
         for each in sorted(tried, key=lambda each: each.time_us)
@@ -137,9 +140,8 @@ def _rivals(
 
 def _judge(
     record: Record,
-    mix: Mapping[AnyConfig, Compiled | CompileError],
-    worker: Worker,
-    guard: Guard,
+    mix: Mapping[Config, Compiled | CompileError],
+    runner: Runner,
     device: Device,
 ) -> Rechecked:
     """Judges one record by its own kernel and those of its rivals."""
@@ -156,10 +158,10 @@ def _judge(
             **found,
         )
 
-    if fault := _fault(record, kernels.get(record.config), guard, device):
+    if fault := _fault(record, kernels.get(record.config), runner, device):
         return verdict("wrong", fault)
     try:
-        (times,), failed = side_by_side(worker, guard, kernels, problem, [shape])
+        (times,), failed = side_by_side(runner, kernels, problem, [shape])
     except DeviceError as error:
         return verdict("wrong", f"beside its rivals: {error}")
     if record.config in failed:
@@ -177,11 +179,11 @@ def _judge(
     return verdict("stale", reason, faster=best, ratio=ratio.median, **timed)
 
 
-def _fault(record: Record, kernel: Compiled | None, guard: Guard, device: Device) -> str | None:
+def _fault(record: Record, kernel: Compiled | None, runner: Runner, device: Device) -> str | None:
     """What is wrong with a record's kernel, run alone."""
     if broken := why_illegal(record.config, record.problem, device):
         return f"illegal on this device: {broken}"
     if kernel is None:
         return "does not compile"
-    outcome = guard.evaluate(kernel, record.problem, record.config, record.shape)
+    outcome = runner.evaluate(kernel, record.problem, record.config, record.shape)
     return f"{outcome.kind}: {outcome.reason}" if isinstance(outcome, Rejected) else None

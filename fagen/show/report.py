@@ -19,7 +19,8 @@ from fagen.errors import ArgumentError
 from fagen.files import require_folder, write_files
 from fagen.show import plots
 from fagen.show.summary import Summary, roofline_points, summarise, varied_axes
-from fagen.tuning.search.studies import read_studies, without_password
+from fagen.tuning.search.read import read_studies
+from fagen.tuning.search.storage import without_password
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
-from fagen.device import KNOWN_DEVICES, Device
+from fagen.device import Device
 from fagen.kernels.registry import TEMPLATES, default_config
 from fagen.problem import Bucket, Problem, Shape, standard_shape
 from fagen.show.results import TITLES, Cell, Results
 from fagen.tuning import model
-from fagen.tuning.outcome import Measured, Rejected, Tried
+from fagen.tuning.outcome import Measured, Rejected, Trial
+from fagen.tuning.search.read import KeptStudy, subject_of
 from fagen.tuning.search.statistics import spearman
-from fagen.tuning.search.studies import STUDY_NAME, KeptStudy
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Summary:
     shape_known: bool
     card: str
     device: Device | None
-    tried: tuple[Tried, ...]
+    tried: tuple[Trial, ...]
     unreadable: int
 
     @property
@@ -58,17 +57,17 @@ class Summary:
         return re.sub(r"\W+", "-", self.name).strip("-")
 
     @cached_property
-    def measured(self) -> list[Tried]:
+    def measured(self) -> list[Trial]:
         """The trials that have a time."""
         return [tried for tried in self.tried if isinstance(tried.outcome, Measured)]
 
     @cached_property
-    def winner(self) -> Tried | None:
+    def winner(self) -> Trial | None:
         """The trial with the best objective."""
         return min(self.measured, key=lambda tried: tried.objective, default=None)
 
     @cached_property
-    def default(self) -> Tried | None:
+    def default(self) -> Trial | None:
         """The trial of the template's default, if it was measured."""
         if self.device is None:
             return None
@@ -76,7 +75,7 @@ class Summary:
         return next((tried for tried in self.measured if tried.config == config), None)
 
     @property
-    def marked(self) -> dict[str, Tried]:
+    def marked(self) -> dict[str, Trial]:
         """Default and winner by these words, without what is missing."""
         both = {"default": self.default, "winner": self.winner}
         return {name: tried for name, tried in both.items() if tried is not None}
@@ -135,42 +134,20 @@ def _intensity(shape: Shape, problem: Problem) -> float:
 
 def summarise(study: KeptStudy) -> Summary | None:
     """What a kept study is about, or None if `fagen tune` did not make it."""
-    name = STUDY_NAME.fullmatch(study.name)
-    if name is None or name["template"] not in TEMPLATES:
-        return None
-    try:
-        problem = Problem.model_validate(
-            {
-                "op": name["op"],
-                "dtype": name["dtype"],
-                "head_dim": int(name["head_dim"]),
-                "causal": name["mask"] == "causal",
-                "alignment": 2 if name["narrow"] else 16,
-            }
-        )
-        bucket = Bucket.model_validate({key: int(name[key]) for key in Bucket.model_fields})
-        kept = study.about.get("shape")
-        shape = Shape.model_validate(kept) if kept else shape_of(bucket, problem)
-        device = _device(study.about, name["card"])
-    except ValidationError:
+    subject = subject_of(study)
+    if subject is None or subject.template not in TEMPLATES:
         return None
     return Summary(
         name=study.name,
-        problem=problem,
-        shape=shape,
-        template=name["template"],
-        shape_known=kept is not None,
-        card=name["card"],
-        device=device,
-        tried=study.tried,
+        problem=subject.problem,
+        shape=subject.shape or shape_of(subject.bucket, subject.problem),
+        template=subject.template,
+        shape_known=subject.shape is not None,
+        card=subject.card,
+        device=subject.device,
+        tried=study.trials,
         unreadable=study.unreadable,
     )
-
-
-def _device(about: Mapping[str, Any], card: str) -> Device | None:
-    if "device" in about:
-        return Device.model_validate(about["device"])
-    return next((device for device in KNOWN_DEVICES.values() if device.key == card), None)
 
 
 def shape_of(bucket: Bucket, problem: Problem) -> Shape:
@@ -190,7 +167,7 @@ def shape_of(bucket: Bucket, problem: Problem) -> Shape:
 # ---- importance ----
 
 
-def importance(measured: Sequence[Tried]) -> dict[str, float]:
+def importance(measured: Sequence[Trial]) -> dict[str, float]:
     """The share of the variance of log time that the means over each axis's values explain.
 
     It is epsilon squared: eta squared less what as many values would explain by chance, never
@@ -211,7 +188,7 @@ def importance(measured: Sequence[Tried]) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def varied_axes(measured: Sequence[Tried]) -> dict[str, list[Any]]:
+def varied_axes(measured: Sequence[Trial]) -> dict[str, list[Any]]:
     """The axes in which the configs differ, each with its values in order."""
     if not measured:
         return {}

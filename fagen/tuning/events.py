@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from fagen.device import Device
 from fagen.problem import Problem, Shape
 from fagen.records.store import Record
-from fagen.tuning.outcome import Tried
+from fagen.tuning.outcome import Trial
 from fagen.tuning.tasks import Task
+
+if TYPE_CHECKING:
+    from fagen.tuning.search.legal import LegalSet
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """A problem is next: the `number`-th of `total`.
+    """A problem is next: number 1 to `total`.
 
     Attributes:
         points: size of the template's space.
@@ -42,6 +45,21 @@ class TaskStarted:
     removed: Mapping[str, int]
     configs: int
     resumed: int
+
+    @classmethod
+    def of(cls, task: Task, legal: LegalSet, number: int, total: int, *, resumed: int = 0) -> Self:
+        """The event of a task that is searched in a legal set."""
+        return cls(
+            task=task,
+            number=number,
+            total=total,
+            template=legal.template,
+            device=legal.device,
+            points=legal.points,
+            removed=legal.removed,
+            configs=len(legal),
+            resumed=resumed,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,20 +81,25 @@ class TrialDone:
     """A config was tried on one shape.
 
     Attributes:
-        tried: the config and its outcome.
+        trial: the config and its outcome.
         best: the fastest so far; is_best if that is new.
         done, trials: configs that have passed the static filter on this shape, of how many.
-        rejections: how many fell at each hurdle, by kind.
+        rejections: how many were rejected at each stage.
     """
 
     problem: Problem
     shape: Shape
-    tried: Tried
-    best: Tried | None
+    trial: Trial
+    best: Trial | None
     is_best: bool
     done: int
     trials: int
     rejections: Mapping[str, int]
+
+    @property
+    def tried(self) -> Trial:
+        """The same as `trial`, by its name of the first release."""
+        return self.trial
 
 
 @dataclass(frozen=True)
@@ -111,7 +134,7 @@ class TaskDone:
 
     Attributes:
         seconds: what it took, by phase: "enumerate" (the legal set and its seeds), "compile wait",
-            "gpu" (verifying and timing candidates), "finals".
+            "gpu" (verifying and timing candidates), "finals"; or "compile", where that is all.
     """
 
     problem: Problem
@@ -123,7 +146,7 @@ OnEvent = Callable[[Event], None]
 
 
 def one_at_a_time(on_event: OnEvent) -> OnEvent:
-    """Called by several threads, calls `on_event` from one after the other."""
+    """`on_event` for several threads, of which one after the other calls it."""
     lock = threading.RLock()
 
     def locked(event: Event) -> None:

@@ -2,8 +2,8 @@
 
 The top of the study, the template's default and what is on record are timed again, interleaved,
 in random order. Times within a round are compared in pairs, since what slows a round slows all of
-it. Who cannot be told from the fastest is tied with it, and a tie is not left to noise: what is on
-record stays, else the sturdiest wins. So a record never gives way to a slower one.
+it. What cannot be told from the fastest is tied with it, and a tie is not left to noise: what is on
+record stays, and otherwise a fixed tie-break decides. So no slower config replaces a record.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fagen.build.compile import compile_kernel
 from fagen.build.compiled import Compiled
 from fagen.device import Architecture
 from fagen.errors import CompileError, DeviceError
 from fagen.judge.measure import median_and_spread
-from fagen.kernels.registry import AnyConfig
+from fagen.kernels.template import Config
 from fagen.problem import Problem, Shape
 from fagen.records.store import Card, Provenance, Record, Result
-from fagen.tuning.blocklist import Guard
 from fagen.tuning.events import Notice, OnEvent
-from fagen.tuning.outcome import Measured, Rejected, Tried
-from fagen.tuning.worker import TORCH, DeviceReport, Worker
+from fagen.tuning.outcome import Measured, Rejected, Trial
+from fagen.tuning.runner import Runner
+from fagen.tuning.worker_child import TORCH, DeviceReport
 
 FINALISTS = 8  # the top of the study, beside the default and what is on record
 TIE = 0.01  # closer medians are equal
@@ -63,19 +63,24 @@ def paired_ratio(times: Sequence[Times], name: str, base: str) -> Ratio:
     Args:
         times: of each shape.
     """
+    from scipy import stats  # which takes a second to import
+
     rounds = min(len(at[base]) for at in times)
     logs = [np.log(np.asarray(at[name]) / np.asarray(at[base]))[:rounds] for at in times]
     ratios = np.exp(np.mean(logs, axis=0))
-    medians = np.median(_resampled(ratios), axis=1)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(medians, (tail, 100 - tail))
-    return Ratio(float(np.median(ratios)), float(low), float(high))
-
-
-def _resampled(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(RESAMPLES, values) drawn with replacement, the same each time."""
-    places = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    return values[places]
+    median = float(np.median(ratios))
+    if rounds == 1:
+        return Ratio(median, median, median)
+    found = stats.bootstrap(
+        (ratios,),
+        np.median,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(0),  # the same each time
+    )
+    low, high = found.confidence_interval
+    return Ratio(median, float(low), float(high))
 
 
 def fastest(times: Sequence[Times], names: Iterable[str]) -> str:
@@ -87,19 +92,19 @@ def fastest(times: Sequence[Times], names: Iterable[str]) -> str:
     return min(names, key=lambda name: (log_time(name), name))
 
 
-class Finish(NamedTuple):
+class Winner(NamedTuple):
     """The winner, and those that are no slower as far as one can tell, the winner among them."""
 
-    winner: AnyConfig
-    tied: tuple[AnyConfig, ...]
+    config: Config
+    tied: tuple[Config, ...]
 
 
 def pick_winner(
-    kernels: Mapping[AnyConfig, Compiled],
+    kernels: Mapping[Config, Compiled],
     problem: Problem,
     times: Sequence[Times],
-    incumbents: Sequence[AnyConfig] = (),
-) -> Finish:
+    incumbents: Sequence[Config] = (),
+) -> Winner:
     """The winner among configs that were timed side by side.
 
     Within a tie the first incumbent stays. Where there is none, that one wins which is better on
@@ -114,11 +119,11 @@ def pick_winner(
     tied = tuple(c for c in kernels if paired_ratio(times, str(c), best).no_slower)
     stays = next((config for config in incumbents if config in tied), None)
     if stays is not None:
-        return Finish(stays, tied)
+        return Winner(stays, tied)
 
     leaders = [fastest([at], map(str, tied)) for at in times]  # of each shape
 
-    def frailty(config: AnyConfig) -> tuple[float, int, int, str]:
+    def tie_break(config: Config) -> tuple[float, int, int, str]:
         worst = max(
             paired_ratio([at], str(config), leader).median
             for at, leader in zip(times, leaders, strict=True)
@@ -130,33 +135,34 @@ def pick_winner(
             str(config),
         )
 
-    return Finish(min(tied, key=frailty), tied)
+    return Winner(min(tied, key=tie_break), tied)
 
 
-def finalists(tried: Sequence[Tried], must: Iterable[AnyConfig]) -> list[AnyConfig]:
+def finalists(trials: Sequence[Trial], must: Iterable[Config]) -> list[Config]:
     """The fastest of a study, and those that must be there, unless they were found bad."""
     measured = sorted(
-        (each for each in tried if isinstance(each.outcome, Measured)), key=lambda t: t.objective
+        (trial for trial in trials if isinstance(trial.outcome, Measured)),
+        key=lambda trial: trial.objective,
     )
     bad = {
-        each.config
-        for each in tried
-        if isinstance(each.outcome, Rejected) and each.outcome.kind not in ("illegal", "duplicate")
+        trial.config
+        for trial in trials
+        if isinstance(trial.outcome, Rejected)
+        and trial.outcome.kind not in ("illegal", "duplicate")
     }
-    chosen = [each.config for each in measured[:FINALISTS]]
+    chosen = [trial.config for trial in measured[:FINALISTS]]
     return list(dict.fromkeys([*chosen, *(config for config in must if config not in bad)]))
 
 
 def side_by_side(
-    worker: Worker,
-    guard: Guard,
-    kernels: Mapping[AnyConfig, Compiled],
+    runner: Runner,
+    kernels: Mapping[Config, Compiled],
     problem: Problem,
     shapes: Sequence[Shape],
-) -> tuple[list[dict[str, list[float]]], dict[AnyConfig, Rejected]]:
+) -> tuple[list[dict[str, list[float]]], dict[Config, Rejected]]:
     """The times of verified kernels on each shape, and which of them failed.
 
-    Where one takes the process with it, each is tried alone, and the rest is timed without those
+    Where one takes the process with it, each is run alone, and the rest is timed without those
     that failed.
 
     Raises:
@@ -166,23 +172,24 @@ def side_by_side(
         config: why
         for config, kernel in kernels.items()
         for shape in shapes
-        if (why := guard.why_blocked(kernel, shape))
+        if (why := runner.why_blocked(kernel, shape))
     }
 
     def compare() -> list[dict[str, list[float]]]:
         candidates = [
             (kernel, config) for config, kernel in kernels.items() if config not in failed
         ]
-        return [worker.compare(candidates, problem, shape) for shape in shapes]
+        return [runner.worker.compare(candidates, problem, shape) for shape in shapes]
 
     try:
         times = compare()
     except DeviceError:
         for config, kernel in kernels.items():
-            outcome = guard.evaluate(kernel, problem, config, shapes[0])
+            outcome = runner.evaluate(kernel, problem, config, shapes[0])
             if isinstance(outcome, Rejected):
                 failed[config] = outcome
-        late = guard.withdrawn(problem)  # well when it was tried, but the next one paid for it
+        # Some were well when they ran alone, and the next one paid for it.
+        late = runner.withdrawn(problem)
         failed.update((config, why) for config, why in late if config in kernels)
         times = compare()
     for config in kernels:
@@ -193,83 +200,102 @@ def side_by_side(
     return times, failed
 
 
-def crown(
-    worker: Worker,
-    guard: Guard,
-    report: DeviceReport,
-    problem: Problem,
-    shapes: Sequence[Shape],
-    tried: Sequence[Tried],
-    *,
-    default: AnyConfig,
-    incumbents: Sequence[AnyConfig],
-    on_event: OnEvent,
-    withdraw: Callable[[AnyConfig, Rejected], object],
-) -> Record | None:
-    """The record of a search, or None (and a `Notice`) if nothing was fit for one.
+@dataclass(frozen=True)
+class FinalComparison:
+    """The end of the search for one shape.
 
-    Args:
+    Attributes:
+        problem: what was tuned.
         shapes: of one bucket; the record is for the first, and shows its time.
-        tried: what the search came back with.
+        runner, report: what the finalists run on.
         default: the template's default.
-        incumbents: what is on record for the bucket, as of `candidates.incumbents`.
-        withdraw: told of each finalist that failed, whose time in the search is void.
+        incumbents: what is on record for the bucket, as `candidates.incumbents` says.
+        on_event: gets a `Notice` of each finalist that failed, and where there is no record.
     """
-    about = f"{problem}, {shapes[0]}"
-    measured = sum(isinstance(each.outcome, Measured) for each in tried)
-    if not measured:
-        counts = Counter(each.outcome.kind for each in tried if isinstance(each.outcome, Rejected))
-        rejections = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-        on_event(Notice(f"{about}: nothing was measured ({rejections or 'nothing was tried'})."))
-        return None
-    device = report.device
-    kernels = compiled_kernels(problem, finalists(tried, [default, *incumbents]), device.arch)
-    try:
-        times, failed = side_by_side(worker, guard, kernels, problem, shapes)
-    except DeviceError as error:
-        on_event(Notice(f"{about}: no record, since the finalists: {error}."))
-        return None
-    for config, why in failed.items():
-        on_event(Notice(f"{about}: {config} fell out of the finals: {why.kind}: {why.reason}."))
-        withdraw(config, why)
-        del kernels[config]
-    if not kernels:
-        on_event(Notice(f"{about}: no record, since every finalist fell out."))
-        return None
-    winner, tied = pick_winner(kernels, problem, times, incumbents)
-    kernel, name = kernels[winner], str(winner)
-    won, spread = median_and_spread(times[0][name])
 
-    def speedup_over(other: str) -> float | None:
-        timed = all(other in at for at in times)  # it may have fallen out on one of the shapes
-        return 1 / paired_ratio(times, name, other).median if timed else None
+    problem: Problem
+    shapes: Sequence[Shape]
+    runner: Runner
+    report: DeviceReport
+    default: Config
+    incumbents: Sequence[Config]
+    on_event: OnEvent
 
-    policies = [each.outcome.policy for each in tried if isinstance(each.outcome, Measured)]
-    return Record(
-        problem=problem,
-        shape=shapes[0],
-        device=Card.of(device),
-        config=winner,
-        result=Result(
+    def record(
+        self, trials: Sequence[Trial], withdraw: Callable[[Config, Rejected], object]
+    ) -> Record | None:
+        """The record of a search, or None if nothing was fit for one.
+
+        Args:
+            trials: what the search came back with.
+            withdraw: told of each finalist that failed, whose time in the search is void.
+        """
+        if not any(isinstance(trial.outcome, Measured) for trial in trials):
+            kinds = Counter(t.outcome.kind for t in trials if isinstance(t.outcome, Rejected))
+            rejections = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            self._say(f"nothing was measured ({rejections or 'nothing was tried'})")
+            return None
+        must = [self.default, *self.incumbents]
+        kernels = _compiled(self.problem, finalists(trials, must), self.report.device.arch)
+        try:
+            times, failed = side_by_side(self.runner, kernels, self.problem, self.shapes)
+        except DeviceError as error:
+            self._say(f"no record, since the finalists: {error}")
+            return None
+        for config, why in failed.items():
+            self._say(f"{config} fell out of the finals: {why.kind}: {why.reason}")
+            withdraw(config, why)
+            del kernels[config]
+        if not kernels:
+            self._say("no record, since every finalist fell out")
+            return None
+        winner = pick_winner(kernels, self.problem, times, self.incumbents)
+        return self._record(winner, kernels[winner.config], times, trials)
+
+    def _record(
+        self,
+        winner: Winner,
+        kernel: Compiled,
+        times: Sequence[Times],
+        trials: Sequence[Trial],
+    ) -> Record:
+        name, shape = str(winner.config), self.shapes[0]
+        median_us, spread = median_and_spread(times[0][name])
+        measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
+
+        def speedup_over(other: str) -> float | None:
+            timed = all(other in at for at in times)  # it may have fallen out on one of the shapes
+            return 1 / paired_ratio(times, name, other).median if timed else None
+
+        result = Result(
             kind="measured",
-            median_us=won,
+            median_us=median_us,
             spread=spread,
-            tflops=shapes[0].tflops(problem, won),
-            trials=measured,
-            tied=len(tied),
-            speedup_over_default=speedup_over(str(default)),
+            tflops=shape.tflops(self.problem, median_us),
+            trials=len(measured),
+            tied=len(winner.tied),
+            speedup_over_default=speedup_over(str(self.default)),
             speedup_over_torch=speedup_over(TORCH),
-            policy=policies[-1],
-        ),
-        provenance=Provenance.of(
-            kernel.source, kernel.cubin, nvrtc=kernel.nvrtc, driver=report.driver
-        ),
-    )
+            policy=measured[-1].policy,
+        )
+        return Record(
+            problem=self.problem,
+            shape=shape,
+            device=Card.of(self.report.device),
+            config=winner.config,
+            result=result,
+            provenance=Provenance.of(
+                kernel.source, kernel.cubin, nvrtc=kernel.nvrtc, driver=self.report.driver
+            ),
+        )
+
+    def _say(self, what: str) -> None:
+        self.on_event(Notice(f"{self.problem}, {self.shapes[0]}: {what}."))
 
 
-def compiled_kernels(
-    problem: Problem, configs: Iterable[AnyConfig], arch: Architecture
-) -> dict[AnyConfig, Compiled]:
+def _compiled(
+    problem: Problem, configs: Iterable[Config], arch: Architecture
+) -> dict[Config, Compiled]:
     """The kernels of configs, most of which are in the cache; without what does not compile."""
     kernels = {}
     for config in configs:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
 
 from fagen.device import Device
-from fagen.kernels.registry import AnyConfig
+from fagen.kernels.template import Config
 from fagen.problem import Problem, Shape
 from fagen.tuning import model
 from fagen.tuning.outcome import Measured, Outcome, Rejected
@@ -23,7 +23,7 @@ def baseline_us(
     outcomes: Mapping[Shape, Outcome],
     shapes: Sequence[Shape],
     problem: Problem,
-    default: AnyConfig,
+    default: Config,
     device: Device,
 ) -> dict[Shape, float]:
     """What the times on each shape are compared with, in microseconds.
@@ -68,12 +68,12 @@ def evaluate_shapes(
 
 
 def predicted(
-    problem: Problem, shapes: Sequence[Shape], default: AnyConfig, device: Device
-) -> Callable[[AnyConfig], float]:
+    problem: Problem, shapes: Sequence[Shape], default: Config, device: Device
+) -> Callable[[Config], float]:
     """The objective as the static model sees it."""
     baseline = [model.predict(problem, shape, default, device) for shape in shapes]
 
-    def predict(config: AnyConfig) -> float:
+    def predict(config: Config) -> float:
         times = (model.predict(problem, shape, config, device) for shape in shapes)
         return geometric_mean([time / base for time, base in zip(times, baseline, strict=True)])
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fagen.kernels.registry import AnyConfig
+from fagen.kernels.template import Config
 
 RejectionKind = Literal[
-    "illegal",  # breaks a rule of space.py, or was asked for before
+    "illegal",  # breaks a rule of the space, or was asked for before
     "compile",  # NVRTC refused it, or took too long
     "resources",  # spills, keeps a stack frame, wgmma serialised, setmaxnreg ignored
     "duplicate",  # its cubin is that of another candidate
@@ -63,7 +63,7 @@ class Rejected(BaseModel):
     """A candidate without a time.
 
     Attributes:
-        kind: which of the hurdles it failed at.
+        kind: the stage that it failed at.
         reason: one line.
     """
 
@@ -77,10 +77,10 @@ Outcome = Measured | Rejected
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """A config and what became of it, and when, if that was kept (in local time)."""
 
-    config: AnyConfig
+    config: Config
     outcome: Outcome
     when: datetime | None = None
 

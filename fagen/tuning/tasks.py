@@ -10,6 +10,7 @@ from pathlib import Path
 from fagen.errors import ArgumentError
 from fagen.problem import DtypeName, Problem, Shape, standard_shape
 from fagen.records.calls import Calls, load_calls
+from fagen.tuning.options import Effort
 
 # The standard list, common ones first.
 STANDARD_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp16")
@@ -26,7 +27,12 @@ class Task:
     shapes: tuple[Shape, ...]
 
 
-def companions(shape: Shape) -> tuple[Shape, ...]:
+def timed_shapes(shape: Shape, effort: Effort) -> tuple[Shape, ...]:
+    """The shapes that stand for a bucket, the one that its record names first."""
+    return (shape, *ragged_shapes(shape)) if effort == "full" else (shape,)
+
+
+def ragged_shapes(shape: Shape) -> tuple[Shape, ...]:
     """The ragged shape that a bucket is tuned on beside the usual one, if it has one.
 
     Its lengths are odd, so no multiples of any tile, and about four fifths of the given ones (or

@@ -19,7 +19,7 @@ from fagen.problem import Problem, Shape
 from fagen.records.store import digest
 from fagen.tuning.model import predict
 from fagen.tuning.outcome import Measured, Outcome, Rejected
-from fagen.tuning.worker import evaluate_on_device
+from fagen.tuning.worker_child import evaluate_on_device
 from wrong.bugs import BUGS
 
 TEMPLATE = "forward_sm90"

@@ -11,7 +11,7 @@ import typer
 from fagen.cli.options import examples, new_app
 from fagen.cli.output import counted
 from fagen.show.results import load_results
-from fagen.tuning.search.studies import last_storage
+from fagen.tuning.search.storage import last_storage
 
 app = new_app()
 

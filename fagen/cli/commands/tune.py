@@ -39,8 +39,8 @@ from fagen.device import Device, architecture, typical_device
 from fagen.errors import ArgumentError
 from fagen.kernels.registry import TEMPLATES, default_config, parse_config
 from fagen.tuning import tuner
-from fagen.tuning.search.loop import SAMPLERS
-from fagen.tuning.search.studies import without_password
+from fagen.tuning.options import SAMPLERS, TRIALS, TuneOptions
+from fagen.tuning.search.storage import without_password
 from fagen.tuning.tasks import (
     STANDARD_CAUSAL,
     STANDARD_DTYPES,
@@ -76,8 +76,8 @@ Recorded = Annotated[
 Effort = Annotated[
     str,
     typer.Option(
-        help=f"full: {tuner.TRIALS['full']} trials, each also timed on a ragged length. "
-        f"quick: {tuner.TRIALS['quick']} trials, on the given lengths only."
+        help=f"full: {TRIALS['full']} trials, each also timed on a ragged length. "
+        f"quick: {TRIALS['quick']} trials, on the given lengths only."
     ),
 ]
 Trials = Annotated[
@@ -112,8 +112,8 @@ CompileOnly = Annotated[
     bool,
     typer.Option(
         "--compile-only",
-        help="On a host without a GPU: compile for the hosts that run --resume with the same "
-        "--storage, into a FAGEN_CACHE that all of them share.",
+        help="On a host without a GPU: compile what those that tune are likely to try, into a "
+        "FAGEN_CACHE that they share.",
     ),
 ]
 Out = Annotated[
@@ -158,9 +158,21 @@ def tune(
     If no GPU of the architecture is present, configs are compiled and ranked by a static model,
     and the records are marked as predicted. Ctrl-C keeps the best so far.
     """
-    device, numbers = _search_to_join(ctx) if compile_only else devices_for(arch, devices)
-    tuner.check_options(effort=effort, sampler=sampler, trials=trials)
-    budget_s = None if budget is None else _seconds(budget)
+    device, numbers = _device_to_compile_for(ctx) if compile_only else devices_for(arch, devices)
+    options = TuneOptions.of(
+        arch=device.arch,
+        devices=numbers or (0,),
+        template=template,
+        effort=effort,
+        trials=trials,
+        budget_s=None if budget is None else _seconds(budget),
+        sampler=sampler,
+        seed=seed,
+        storage=storage,
+        resume=resume,
+        compile_only=compile_only,
+        out=out,
+    )
     if recorded is None:
         tasks = tasks_of(
             dtypes=dtype or STANDARD_DTYPES,
@@ -177,29 +189,14 @@ def tune(
             raise ArgumentError(f"--from FILE says which problems to tune: leave out {flags}")
         tasks = tasks_from(recorded)
     fixed = _subspace(axes or (), template, tasks[0], device)
+    options = options.model_copy(update={"fixed": fixed})
     measured = compile_only or bool(numbers)
     if not measured and (flags := given(ctx, ("trials", "sampler", "storage", "resume"))):
         print(f"Nothing is measured here, so these have no effect: {flags}.", file=sys.stderr)
-    expected = tuner.estimate_seconds(tasks, trials, effort=effort, measured=measured)
-    _announce(tasks, device, min(expected, budget_s or expected))
+    expected = tuner.estimate_seconds(tasks, trials, effort=options.effort, measured=measured)
+    _announce(tasks, device, min(expected, options.budget_s or expected))
     with TuneProgress(Console(stderr=True)) as progress:
-        result = tuner.tune(
-            tasks,
-            arch=device.arch,
-            devices=numbers or (0,),
-            template=template,
-            fixed=fixed,
-            effort=effort,
-            trials=trials,
-            budget_s=budget_s,
-            sampler=sampler,
-            seed=seed,
-            storage=storage,
-            resume=resume,
-            compile_only=compile_only,
-            out=out,
-            on_event=progress,
-        )
+        result = tuner.tune(tasks, options, on_event=progress)
     _print_result(result)
     if result.interrupted:
         words = [word for word in ctx.obj or ("tune",) if word != "--resume"]
@@ -208,15 +205,15 @@ def tune(
         raise typer.Exit(INTERRUPTED)
 
 
-def _search_to_join(ctx: typer.Context) -> tuple[Device, list[int]]:
+def _device_to_compile_for(ctx: typer.Context) -> tuple[Device, list[int]]:
     """The device that --compile-only compiles for, and no device to measure on."""
     flags = ctx.params
     if flags["devices"] is not None or flags["out"] is not None:
         raise ArgumentError(
             "--compile-only measures nothing and saves no record: leave out --device and --out"
         )
-    if flags["arch"] is None or flags["storage"] is None or not flags["resume"]:
-        raise ArgumentError("--compile-only joins a search: name --arch, --storage and --resume")
+    if flags["arch"] is None:
+        raise ArgumentError("--compile-only has no GPU to ask: name the architecture with --arch")
     return typical_device(architecture(flags["arch"])), []
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from fagen.device import Device
 from fagen.errors import ArgumentError
 from fagen.kernels import space
-from fagen.kernels.registry import TEMPLATES, AnyConfig
+from fagen.kernels.registry import TEMPLATES, default_config
+from fagen.kernels.template import Config
 from fagen.problem import Problem
 
 
@@ -21,6 +22,7 @@ class LegalSet:
 
     Attributes:
         problem, device, template: what it is the set of.
+        default: the template's default, which `fixed` may exclude.
         axes: the values of each axis.
         points: how many configs they span.
         removed: how many of these each rule removes, by the rule's name.
@@ -36,13 +38,14 @@ class LegalSet:
         fixed: Mapping[str, Any] | None = None,
     ) -> None:
         self.problem, self.device, self.template = problem, device, template
+        self.default = default_config(problem, device, template)
         self.axes = space.axes(template, problem, fixed)
         places = [
             (axis, {value: place for place, value in enumerate(values)})
             for axis, values in self.axes.items()
         ]
         self.points = math.prod(map(len, self.axes.values()))
-        # Only the axes that a rule reads are walked, and each config of theirs is multiplied.
+        # Only the axes that a rule reads are walked; the values of the others are multiplied in.
         free = space.free_axes(template)
         held = {axis: self.axes[axis][0] for axis in free}
         removed: Counter[str] = Counter()
@@ -70,10 +73,23 @@ class LegalSet:
                 f"{' '.join(asked) or 'any values'} on {device}: allow more values of an axis"
             )
 
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        device: Device,
+        template: str | None,
+        *,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The legal set of a template; of the native one that fits, if None."""
+        template = template or default_config(problem, device).template
+        return cls(problem, device, template, fixed=fixed)
+
     def __len__(self) -> int:
         return len(self.positions)
 
-    def config(self, row: int) -> AnyConfig:
+    def config(self, row: int) -> Config:
         """The config of a row of `positions`."""
         return TEMPLATES[self.template].Config(**self.parameters(row))
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 MIN_FOR_CORRELATION = 3
 
@@ -17,10 +14,6 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     """
     if len(a) < MIN_FOR_CORRELATION or len(set(a)) == 1 or len(set(b)) == 1:
         return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+    from scipy import stats  # which takes a second to import
 
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray[Any, Any] = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return ranks
+    return float(stats.spearmanr(a, b).statistic)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr
 
 from fagen.kernels.registry import TEMPLATES
 from fagen.kernels.template import Config
@@ -166,9 +167,8 @@ class Surrogate:
         deviation = np.sqrt(error * (self._claimed.variance + NOISE))
         gain = min(self._best, float(mean.max())) - mean
         z = gain / deviation
-        below = 0.5 * (1 + np.array([math.erf(x) for x in z / math.sqrt(2)]))
         density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-        return np.asarray(gain * below + deviation * density)
+        return np.asarray(gain * ndtr(z) + deviation * density)
 
     def _alike(self, rows: NDArray[np.int64], told: Iterable[int]) -> Floats:
         """How many told rows are like each of some rows: (accepted, all), by row."""
@@ -178,7 +178,7 @@ class Surrogate:
             alike = self._likeness(rows, row) ** 2  # half as far as errors are
             if isinstance(outcome, Measured):
                 counts += alike
-            elif outcome.kind != "duplicate":  # which is as good as its twin
+            elif outcome.kind != "duplicate":  # which is as good as the first one
                 counts[1] += alike
         return counts
 

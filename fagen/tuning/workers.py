@@ -1,21 +1,22 @@
-"""The GPUs of a host that tune together, each with its worker and a thread that feeds it."""
+"""The workers of the GPUs of a host that tune together, each fed by a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from fagen.errors import ArgumentError
-from fagen.tuning.worker import DeviceReport, Worker
+from fagen.tuning.worker import Worker
+from fagen.tuning.worker_child import DeviceReport
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Cards:
+class WorkerPool:
     """Workers for equal GPUs. A context manager, which ends them.
 
     Args:
@@ -24,9 +25,11 @@ class Cards:
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = tuple(workers)
+        self._free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._end = ExitStack()
         for worker in self._workers:
             self._end.enter_context(worker)
+            self._free.put(worker)
         # The threads outlive every process that they start: the kernel ends those with them.
         self._threads = self._end.enter_context(ThreadPoolExecutor(len(self._workers)))
 
@@ -51,6 +54,9 @@ class Cards:
         """Seconds that a GPU was at work, in the mean."""
         return sum(worker.busy_s for worker in self._workers) / len(self._workers)
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
 
@@ -70,37 +76,31 @@ class Cards:
                 )
         return reports[0]
 
-    def each(
-        self, items: Iterable[Item], judge: Callable[[Worker, Item], Result]
-    ) -> Generator[Result, None, None]:
-        """`judge(worker, item)` for each item, on the worker that is free first.
+    def submit(self, judge: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """`judge(worker, *arguments)` in a thread, on the worker that is free first."""
+        return self._threads.submit(self._run, judge, *arguments)
 
-        Yields:
-            In the order of completion. With one worker, `judge` runs in this thread.
-        """
-        if len(self._workers) == 1:
-            for item in items:
-                yield judge(self.first, item)
-            return
-        free = list(self._workers)
-        busy: dict[Future[Result], Worker] = {}
+    def _run(self, judge: Callable[..., Result], *arguments: Any) -> Result:
+        worker = self._free.get()
         try:
-            for item in items:
-                worker = free.pop()
-                busy[self._threads.submit(judge, worker, item)] = worker
-                done, _ = wait(busy, None if not free else 0, FIRST_COMPLETED)
-                for future in done:
-                    free.append(busy.pop(future))
-                    yield future.result()
-            while busy:
-                done, _ = wait(busy, return_when=FIRST_COMPLETED)
-                for future in done:
-                    del busy[future]
-                    yield future.result()
+            return judge(worker, *arguments)
         finally:
-            for future, worker in busy.items():
-                if not future.done():
-                    worker.interrupt()
-            wait(busy)
-            for worker in busy.values():
-                worker.resume()
+            self._free.put(worker)
+
+    def stop(self) -> None:
+        """Ends what the workers do, in the middle of a kernel if need be; then they serve again.
+
+        Each of those futures gets a KeyboardInterrupt.
+        """
+        stopped: list[Worker] = []
+        with suppress(queue.Empty):
+            while True:
+                stopped.append(self._free.get_nowait())
+        for worker in self._workers:
+            if worker not in stopped:
+                worker.interrupt()
+        while len(stopped) < len(self._workers):
+            stopped.append(self._free.get())
+        for worker in stopped:
+            worker.resume()
+            self._free.put(worker)
