@@ -81,7 +81,7 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     summary = summarise(kept)
     assert summary is not None
     assert summary.device is not None
-    configs = [tried.config for tried in summary.tried]
+    configs = [trial.config for trial in summary.trials]
     axes = {
         axis: tuple(dict.fromkeys(getattr(config, axis) for config in configs))
         for axis in configs[0].axis_names()
@@ -92,7 +92,7 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         legal=LegalSet(summary.problem, summary.device, summary.template, fixed=axes),
         default=default,
         predict=cache(predicted(summary.problem, shapes, default, summary.device)),
-        outcomes={tried.config: tried.outcome for tried in summary.tried},
+        outcomes={trial.config: trial.outcome for trial in summary.trials},
         measured=summary.measured,
     )
 

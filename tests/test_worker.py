@@ -18,9 +18,9 @@ from alive import is_alive, wait_until_dead
 
 from fagen.errors import DeviceError
 from fagen.problem import Problem, Shape
+from fagen.show.peers import torch_baseline
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 from fagen.tuning.worker import Worker
-from fagen.tuning.worker_child import _torch_call
 
 ACT = "bad_evaluators:act"
 SHAPE = Shape(batch=1, seqlen_q=512, seqlen_k=512, heads_q=16, heads_kv=16)
@@ -190,7 +190,7 @@ def test_where_torch_has_too_little_memory_nothing_is_compared_with_it(
 
     torch = SimpleNamespace(bfloat16=None, float16=None, randn=full)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
+    assert torch_baseline(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
 
 
 def test_a_torch_for_another_cuda_is_left_alone(
@@ -199,7 +199,7 @@ def test_a_torch_for_another_cuda_is_left_alone(
     (tmp_path / "torch.py").write_text("raise OSError('libcublas.so.12: cannot open')")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
+    assert torch_baseline(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
 
 
 def test_a_torch_without_grouped_heads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,4 +209,4 @@ def test_a_torch_without_grouped_heads_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(
         sys.modules, "torch", SimpleNamespace(bfloat16=None, float16=None, randn=old)
     )
-    assert _torch_call(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None
+    assert torch_baseline(Problem(dtype="bf16", head_dim=64), SHAPE, 0) is None

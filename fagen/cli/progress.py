@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import geometric_mean
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -19,7 +19,7 @@ from fagen.tuning.events import (
     TaskStarted,
     TrialDone,
 )
-from fagen.tuning.outcome import Measured, Trial
+from fagen.tuning.outcome import Measured, Trial, describe_rejections
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,12 +42,6 @@ def describe_best(problem: Problem, shape: Shape, best: Trial | None) -> str:
         return "nothing yet"
     time_us = best.outcome.time_us
     return f"{time_us:.1f} us, {shape.tflops(problem, time_us):.0f} TFLOP/s: {best.config}"
-
-
-def describe_rejections(rejections: Mapping[str, int]) -> str:
-    """How many were rejected, by kind; empty if none was."""
-    counts = ", ".join(f"{count} {kind}" for kind, count in rejections.items() if count)
-    return f"; rejected: {counts}" if counts else ""
 
 
 def describe_space(event: TaskStarted) -> str:
@@ -164,7 +158,8 @@ class TuneProgress:
     def _trial(self, event: TrialDone) -> None:
         self._done[event.shape] = event.done
         best = describe_best(event.problem, event.shape, event.best)
-        rejected = describe_rejections(event.rejections)
+        counts = describe_rejections(event.rejections)
+        rejected = f"; rejected: {counts}" if counts else ""
         self._bar.update(
             self._task,
             completed=sum(self._done.values()),

@@ -88,9 +88,9 @@ def _microseconds(axis: Axis) -> None:
 
 def _mark(axes: Axes, summary: Summary, place: Callable[[Trial], float]) -> None:
     """Marks default and winner in a cloud of trials: their times over their places."""
-    for name, tried in summary.marked.items():
-        label = f"{name}, {tried.time_us:.1f} µs"
-        axes.scatter(place(tried), tried.time_us, label=label, **MARKS[name])
+    for name, trial in summary.marked.items():
+        label = f"{name}, {trial.time_us:.1f} µs"
+        axes.scatter(place(trial), trial.time_us, label=label, **MARKS[name])
 
 
 # ---- one study ----
@@ -99,7 +99,7 @@ def _mark(axes: Axes, summary: Summary, place: Callable[[Trial], float]) -> None
 def history(summary: Summary) -> Figure:
     """Time of each trial and the best so far; rejections are on a line of their own."""
     figure, axes = _new(summary.title)
-    times = [tried.time_us for tried in summary.tried]  # infinite for a rejection
+    times = [trial.time_us for trial in summary.trials]  # infinite for a rejection
     numbers = np.arange(1, len(times) + 1)
     axes.set_xlabel("trial")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -108,7 +108,7 @@ def history(summary: Summary) -> Figure:
         axes.scatter(numbers[kept], np.array(times)[kept], label="measured", **MARKS["trial"])
         best = np.minimum.accumulate(times)
         axes.step(numbers, best, where="post", color=BLUE, linewidth=1.6, label="best so far")
-        _mark(axes, summary, lambda tried: summary.tried.index(tried) + 1)
+        _mark(axes, summary, lambda trial: summary.trials.index(trial) + 1)
         axes.set_ylabel("time of one call (µs, log scale)")
         axes.set_yscale("log")
         axes.margins(y=0.09)
@@ -172,13 +172,13 @@ def slices(summary: Summary) -> Figure:
 def _slice(axes: Axes, summary: Summary, axis: str, values: list[Any]) -> None:
     _plain(axes)
     places = np.array([values.index(getattr(t.config, axis)) for t in summary.measured])
-    times = np.array([tried.time_us for tried in summary.measured])
+    times = np.array([trial.time_us for trial in summary.measured])
     aside = np.random.default_rng(0).uniform(-0.18, 0.18, len(times))  # so that dots show
     axes.scatter(places + aside, times, label="measured", **MARKS["trial"])
     medians = [float(np.median(times[places == place])) for place in range(len(values))]
     middle = np.arange(len(values))
     axes.hlines(medians, middle - 0.3, middle + 0.3, color="black", linewidth=1.5, label="median")
-    _mark(axes, summary, lambda tried: values.index(getattr(tried.config, axis)))
+    _mark(axes, summary, lambda trial: values.index(getattr(trial.config, axis)))
     crowded = len(values) > 8
     names = [("no", "yes")[v] if isinstance(v, bool) else str(v) for v in values]
     axes.set_xticks(middle, names, fontsize=7 if crowded else 8, rotation=90 if crowded else 0)
@@ -192,12 +192,12 @@ def prediction(summary: Summary) -> Figure:
     said = "too few configs to rank" if rank is None else f"Spearman correlation {rank:.2f}"
     figure, axes = _new(f"{summary.title}\n{said}, {len(summary.measured)} configs", (5.4, 4.6))
     predicted = dict(zip([t.config for t in summary.measured], summary.predicted_us, strict=True))
-    times = [tried.time_us for tried in summary.measured]
+    times = [trial.time_us for trial in summary.measured]
     both = [*summary.predicted_us, *times]
     ends = [min(both) / 1.05, max(both) * 1.05]
     axes.plot(ends, ends, color=GREY, linewidth=1, linestyle="--", label="predicted = measured")
     axes.scatter(summary.predicted_us, times, label="measured", **MARKS["trial"])
-    _mark(axes, summary, lambda tried: predicted[tried.config])
+    _mark(axes, summary, lambda trial: predicted[trial.config])
     axes.set_xlabel("predicted time (µs, log scale)")
     axes.set_ylabel("measured time (µs, log scale)")
     axes.set(xscale="log", yscale="log")
@@ -212,7 +212,7 @@ def rejections(summary: Summary) -> Figure:
     counts = {kind: reasons.total() for kind, reasons in reversed(summary.rejections.items())}
     total = sum(counts.values())
     figure, axes = _new(
-        f"{summary.title}\n{total} of {len(summary.tried)} trials rejected",
+        f"{summary.title}\n{total} of {len(summary.trials)} trials rejected",
         (SIZE[0], 1.4 + 0.35 * len(counts)),
     )
     bars = axes.barh(list(counts), list(counts.values()), color=GREY, height=0.6)

@@ -138,7 +138,7 @@ def _overview(summaries: Sequence[Summary]) -> list[Plot]:
 def _plots(summary: Summary, bench: Results | None) -> list[Plot]:
     """The plots of one study, without those that would be empty."""
     figures: dict[str, Figure] = {}
-    if summary.tried:
+    if summary.trials:
         figures["history"] = plots.history(summary)
     if summary.device is not None and summary.winner is not None:
         figures["prediction"] = plots.prediction(summary)

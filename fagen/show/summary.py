@@ -31,7 +31,7 @@ class Summary:
         shape_known: whether the study kept its shape; otherwise it is the middle of the bucket.
         card: what the study says of its device.
         device: that device, or None if fagen does not know its limits.
-        tried: the trials in order.
+        trials: the trials in order.
         unreadable: how many trials are of another version of fagen.
     """
 
@@ -42,7 +42,7 @@ class Summary:
     shape_known: bool
     card: str
     device: Device | None
-    tried: tuple[Trial, ...]
+    trials: tuple[Trial, ...]
     unreadable: int
 
     @property
@@ -59,12 +59,12 @@ class Summary:
     @cached_property
     def measured(self) -> list[Trial]:
         """The trials that have a time."""
-        return [tried for tried in self.tried if isinstance(tried.outcome, Measured)]
+        return [trial for trial in self.trials if isinstance(trial.outcome, Measured)]
 
     @cached_property
     def winner(self) -> Trial | None:
         """The trial with the best objective."""
-        return min(self.measured, key=lambda tried: tried.objective, default=None)
+        return min(self.measured, key=lambda trial: trial.objective, default=None)
 
     @cached_property
     def default(self) -> Trial | None:
@@ -72,13 +72,13 @@ class Summary:
         if self.device is None:
             return None
         config = default_config(self.problem, self.device, self.template)
-        return next((tried for tried in self.measured if tried.config == config), None)
+        return next((trial for trial in self.measured if trial.config == config), None)
 
     @property
     def marked(self) -> dict[str, Trial]:
         """Default and winner by these words, without what is missing."""
         both = {"default": self.default, "winner": self.winner}
-        return {name: tried for name, tried in both.items() if tried is not None}
+        return {name: trial for name, trial in both.items() if trial is not None}
 
     @property
     def over_default(self) -> float | None:
@@ -91,9 +91,9 @@ class Summary:
     def rejections(self) -> dict[str, Counter[str]]:
         """How often each reason was given, by kind, the most frequent kind first."""
         found: dict[str, Counter[str]] = {}
-        for tried in self.tried:
-            if isinstance(tried.outcome, Rejected):
-                found.setdefault(tried.outcome.kind, Counter())[tried.outcome.reason] += 1
+        for trial in self.trials:
+            if isinstance(trial.outcome, Rejected):
+                found.setdefault(trial.outcome.kind, Counter())[trial.outcome.reason] += 1
         return dict(sorted(found.items(), key=lambda item: -item[1].total()))
 
     @cached_property
@@ -102,8 +102,8 @@ class Summary:
         if self.device is None:
             return []
         return [
-            model.predict(self.problem, self.shape, tried.config, self.device)
-            for tried in self.measured
+            model.predict(self.problem, self.shape, trial.config, self.device)
+            for trial in self.measured
         ]
 
     @cached_property
@@ -111,7 +111,7 @@ class Summary:
         """The rank correlation of predicted and measured times."""
         if not self.predicted_us:
             return None
-        return spearman(self.predicted_us, [tried.time_us for tried in self.measured])
+        return spearman(self.predicted_us, [trial.time_us for trial in self.measured])
 
     @cached_property
     def importance(self) -> dict[str, float]:
@@ -145,7 +145,7 @@ def summarise(study: KeptStudy) -> Summary | None:
         shape_known=subject.shape is not None,
         card=subject.card,
         device=subject.device,
-        tried=study.trials,
+        trials=study.trials,
         unreadable=study.unreadable,
     )
 
@@ -174,11 +174,11 @@ def importance(measured: Sequence[Trial]) -> dict[str, float]:
     below 0. The axes are not sampled independently, so the shares may overlap, or miss what only
     two axes together explain.
     """
-    times = np.log([tried.time_us for tried in measured])
+    times = np.log([trial.time_us for trial in measured])
     total = float(((times - times.mean()) ** 2).sum()) if len(times) else 0.0
     shares = {}
     for axis, values in varied_axes(measured).items():
-        places = np.array([values.index(getattr(tried.config, axis)) for tried in measured])
+        places = np.array([values.index(getattr(trial.config, axis)) for trial in measured])
         groups = [times[places == place] for place in range(len(values))]
         within = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
         free = len(times) - len(groups)
@@ -193,7 +193,7 @@ def varied_axes(measured: Sequence[Trial]) -> dict[str, list[Any]]:
     if not measured:
         return {}
     values = {
-        axis: sorted({getattr(tried.config, axis) for tried in measured})
+        axis: sorted({getattr(trial.config, axis) for trial in measured})
         for axis in measured[0].config.axis_names()
     }
     return {axis: found for axis, found in values.items() if len(found) > 1}
@@ -232,8 +232,8 @@ def exp2_ceiling(device: Device, head_dim: int) -> float:
 def roofline_points(summary: Summary, bench: Results | None) -> list[RooflinePoint]:
     """Default, winner and peers on a study's problem and bucket."""
     found = [
-        RooflinePoint(name, summary.intensity, summary.tflops(tried.time_us))
-        for name, tried in summary.marked.items()
+        RooflinePoint(name, summary.intensity, summary.tflops(trial.time_us))
+        for name, trial in summary.marked.items()
     ]
     for cell in bench.cells if bench else ():
         if bench and bench.device.startswith(summary.card) and _same_class(cell, summary):

@@ -9,7 +9,6 @@ record stays, and otherwise a fixed tie-break decides. So no slower config repla
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from fagen.kernels.template import Config
 from fagen.problem import Problem, Shape
 from fagen.records.store import Card, Provenance, Record, Result
 from fagen.tuning.events import Notice, OnEvent
-from fagen.tuning.outcome import Measured, Rejected, Trial
+from fagen.tuning.outcome import Measured, Rejected, Trial, describe_rejections, rejections
 from fagen.tuning.runner import Runner
 from fagen.tuning.worker_child import TORCH, DeviceReport
 
@@ -231,9 +230,8 @@ class FinalComparison:
             withdraw: told of each finalist that failed, whose time in the search is void.
         """
         if not any(isinstance(trial.outcome, Measured) for trial in trials):
-            kinds = Counter(t.outcome.kind for t in trials if isinstance(t.outcome, Rejected))
-            rejections = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            self._say(f"nothing was measured ({rejections or 'nothing was tried'})")
+            rejected = describe_rejections(rejections(trials))
+            self._say(f"nothing was measured ({rejected or 'nothing was tried'})")
             return None
         must = [self.default, *self.incumbents]
         kernels = _compiled(self.problem, finalists(trials, must), self.report.device.arch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -93,3 +95,13 @@ class Trial:
     def objective(self) -> float:
         """What its search minimises, infinite for a rejection."""
         return self.outcome.objective if isinstance(self.outcome, Measured) else float("inf")
+
+
+def rejections(trials: Iterable[Trial]) -> Counter[str]:
+    """How many trials were rejected, by kind."""
+    return Counter(t.outcome.kind for t in trials if isinstance(t.outcome, Rejected))
+
+
+def describe_rejections(counts: Mapping[str, int]) -> str:
+    """How many were rejected, by kind: "3 wrong, 1 hang"; empty if none was."""
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)

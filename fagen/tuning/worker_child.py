@@ -146,6 +146,7 @@ def compare(
     from fagen.judge import measure
     from fagen.judge.bench import bench_of
     from fagen.judge.verify import check_sample
+    from fagen.show.peers import torch_baseline
 
     bench = bench_of(device_index)
     kernels = {
@@ -156,7 +157,7 @@ def compare(
     calls: dict[str, Call] = {
         name: measure.call_of(kernel, shape, bench) for name, kernel in kernels.items()
     }
-    torch_call = _torch_call(problem, shape, device_index)
+    torch_call = torch_baseline(problem, shape, device_index)
     if torch_call is not None:
         calls[TORCH] = torch_call
     times = measure.compare(calls, bench, rounds=COMPARE_ROUNDS)
@@ -164,42 +165,3 @@ def compare(
         if not check_sample(kernel, shape, bench):
             del times[name]
     return times
-
-
-def _torch_call(problem: Problem, shape: Shape, device_index: int) -> Call | None:
-    """torch's own attention on random inputs, with the backend that it picks; None if it fails."""
-    if problem.causal and shape.seqlen_q != shape.seqlen_k:
-        return None  # its mask is aligned top-left
-    try:
-        import torch
-    except (ImportError, OSError):  # OSError: its library was built for another CUDA
-        return None
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
-
-    def random(seqlen: int, heads: int) -> Any:
-        dims = (shape.batch, seqlen, heads, problem.head_dim)
-        x = torch.randn(dims, dtype=dtype, device=f"cuda:{device_index}")
-        return x.transpose(1, 2)
-
-    options: dict[str, Any] = {"is_causal": problem.causal}
-    if shape.heads_q != shape.heads_kv:
-        options["enable_gqa"] = True
-
-    def external(stream: int) -> Any:
-        return torch.cuda.ExternalStream(stream, device=device_index)
-
-    def call(stream: int) -> None:
-        with torch.no_grad(), torch.cuda.stream(external(stream)):
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-    try:
-        q = random(shape.seqlen_q, shape.heads_q)
-        k, v = (random(shape.seqlen_k, shape.heads_kv) for _ in range(2))
-        torch.cuda.synchronize(device_index)
-        call(torch.cuda.Stream(device_index).cuda_stream)
-        torch.cuda.synchronize(device_index)
-    except (RuntimeError, TypeError):
-        # RuntimeError: its fallback keeps all scores, for which no memory suffices on long
-        # sequences. TypeError: before 2.5 it has no grouped heads.
-        return None
-    return call

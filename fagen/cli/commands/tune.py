@@ -51,6 +51,8 @@ from fagen.tuning.tasks import (
 
 app = new_app()
 
+DEFAULT = TuneOptions()
+
 Dtypes = Annotated[
     list[str] | None,
     typer.Option(help=f"{DTYPE_HELP} May be repeated. Default: {commas(STANDARD_DTYPES)}."),
@@ -140,11 +142,11 @@ def tune(
     heads_kv: HeadsKv = None,
     kv_heads: KvHeads = None,
     recorded: Recorded = None,
-    effort: Effort = "full",
+    effort: Effort = DEFAULT.effort,
     trials: Trials = None,
     budget: Budget = None,
-    sampler: Sampler = "surrogate",
-    seed: Seed = 0,
+    sampler: Sampler = DEFAULT.sampler,
+    seed: Seed = DEFAULT.seed,
     template: Template = None,
     axes: Axes = None,
     devices: Devices = None,
@@ -159,20 +161,6 @@ def tune(
     and the records are marked as predicted. Ctrl-C keeps the best so far.
     """
     device, numbers = _device_to_compile_for(ctx) if compile_only else devices_for(arch, devices)
-    options = TuneOptions.of(
-        arch=device.arch,
-        devices=numbers or (0,),
-        template=template,
-        effort=effort,
-        trials=trials,
-        budget_s=None if budget is None else _seconds(budget),
-        sampler=sampler,
-        seed=seed,
-        storage=storage,
-        resume=resume,
-        compile_only=compile_only,
-        out=out,
-    )
     if recorded is None:
         tasks = tasks_of(
             dtypes=dtype or STANDARD_DTYPES,
@@ -184,14 +172,28 @@ def tune(
             heads_kv=heads_kv,
             kv_heads=kv_heads,
         )
+    elif flags := given(ctx, PROBLEM_FLAGS):
+        raise ArgumentError(f"--from FILE says which problems to tune: leave out {flags}")
     else:
-        if flags := given(ctx, PROBLEM_FLAGS):
-            raise ArgumentError(f"--from FILE says which problems to tune: leave out {flags}")
         tasks = tasks_from(recorded)
-    fixed = _subspace(axes or (), template, tasks[0], device)
-    options = options.model_copy(update={"fixed": fixed})
+    options = TuneOptions.of(
+        arch=device.arch,
+        devices=numbers or (0,),
+        template=template,
+        fixed=_subspace(axes or (), template, tasks[0], device),
+        effort=effort,
+        trials=trials,
+        budget_s=None if budget is None else _seconds(budget),
+        sampler=sampler,
+        seed=seed,
+        storage=storage,
+        resume=resume,
+        compile_only=compile_only,
+        out=out,
+    )
     measured = compile_only or bool(numbers)
-    if not measured and (flags := given(ctx, ("trials", "sampler", "storage", "resume"))):
+    unused = ("storage", "resume") if measured else ("trials", "sampler", "storage", "resume")
+    if not numbers and (flags := given(ctx, unused)):
         print(f"Nothing is measured here, so these have no effect: {flags}.", file=sys.stderr)
     expected = tuner.estimate_seconds(tasks, trials, effort=options.effort, measured=measured)
     _announce(tasks, device, min(expected, options.budget_s or expected))

@@ -12,7 +12,14 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import BaseStorage
 
 from fagen.kernels.template import Config
-from fagen.tuning.outcome import STATIC_REJECTIONS, Measured, Outcome, Rejected, Trial
+from fagen.tuning.outcome import (
+    STATIC_REJECTIONS,
+    Measured,
+    Outcome,
+    Rejected,
+    Trial,
+    rejections,
+)
 from fagen.tuning.search.ledger import Ledger
 from fagen.tuning.search.legal import LegalSet
 from fagen.tuning.search.samplers import OptunaSampler, Sampler, Walk
@@ -109,7 +116,7 @@ class Study:
     @property
     def rejections(self) -> Counter[str]:
         """How many configs were rejected at each stage."""
-        return Counter(t.outcome.kind for t in self.trials if isinstance(t.outcome, Rejected))
+        return rejections(self.trials)
 
     @property
     def waits(self) -> bool:
@@ -129,8 +136,8 @@ class Study:
     @property
     def done(self) -> int:
         """How many configs passed the static filter."""
-        rejections = self.rejections
-        return len(self.trials) - sum(rejections[kind] for kind in STATIC_REJECTIONS)
+        rejected = self.rejections
+        return len(self.trials) - sum(rejected[kind] for kind in STATIC_REJECTIONS)
 
     @property
     def on_gpu(self) -> int:
