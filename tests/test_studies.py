@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import optuna
 import postgres
 import pytest
 from recorded import Known, known, legal_set, search_recorded
@@ -172,6 +173,16 @@ def test_survivors_that_give_up_the_same_claims_do_not_collide(storage: str) -> 
         assert list(threads.map(survive, survivors)) == [[set()] * 3] * len(survivors)
     for each in opened:
         close_storage(each)
+
+
+def test_the_log_level_of_optuna_is_the_callers_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = optuna.logging.get_verbosity()
+    study = Study("few", legal_set(), sampler="tpe", storage=open_storage(tmp_path / "x.journal"))
+    assert study.ask() is not None
+    assert optuna.logging.get_verbosity() == before == optuna.logging.INFO
+    assert capfd.readouterr().err == ""
 
 
 def test_a_time_that_one_process_withdraws_is_withdrawn_in_all(tmp_path: Path) -> None:

@@ -811,6 +811,22 @@ def test_each_task_gets_its_share_of_the_budget(
     assert budgets == pytest.approx([250, 333, 500, 1000], rel=0.2)
 
 
+def test_what_runs_when_the_budget_ends_still_counts(tmp_path: Path) -> None:
+    class Slow(FakeWorker):
+        def evaluate(self, *arguments: Any, **options: Any) -> Outcome:
+            time.sleep(0.4)
+            return super().evaluate(*arguments, **options)
+
+    workers = [Slow(), Slow()]
+    result, events = run(tmp_path, workers=workers, tasks=[ONE], budget_s=1.0)
+    told = {event.trial.config for event in events if isinstance(event, TrialDone)}
+    begun = workers[0].evaluated + workers[1].evaluated
+    assert {config for config, _ in begun} == told
+    assert 2 <= len(told) < 10
+    assert not result.interrupted
+    assert len(result.records) == 1
+
+
 def test_standard_tasks() -> None:
     tasks = standard_tasks()
     assert len({task.problem for task in tasks}) == len(tasks) == 20

@@ -74,7 +74,7 @@ class Evaluation:
                 self._first[key] = trial.config
 
     def reject_unmeasured(self, config: Config, compiled: Compiled) -> Rejected | None:
-        """Why a candidate need not be measured, if so."""
+        """Why a candidate need not be measured; None if it has to be."""
         if bad := compiled.resources.why_bad():
             return Rejected(kind="resources", reason=bad)
         key = duplicate_key(digest(compiled.cubin), self.task, config, self.device)
@@ -86,7 +86,7 @@ class Evaluation:
     def judge(
         self, worker: Worker, config: Config, compiled: Compiled, best: Sequence[float]
     ) -> Outcomes:
-        """The outcomes of a candidate, after those that earlier ones turn out to have.
+        """The outcomes of a candidate, and before it of those whose times turn out to be void.
 
         A kernel that fails on one shape fails on all. May run in a thread of each worker.
 

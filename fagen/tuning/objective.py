@@ -16,7 +16,7 @@ from fagen.problem import Problem, Shape
 from fagen.tuning import model
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 
-LOSER = 1.15  # so many times the best objective: it need not be known precisely beyond
+LOSER = 1.15  # times the best objective: beyond that it need not be known precisely
 
 
 def baseline_us(

@@ -19,7 +19,7 @@ RejectionKind = Literal[
     "duplicate",  # its cubin is that of another candidate
     "blocked",  # it is on the blocklist: it crashed or hung twice in an earlier run
     "launch",  # the driver refused to load or start it
-    "wrong",  # its numbers are
+    "wrong",  # its numbers are wrong
     "stray",  # it wrote where it must not: its process ends too, as its memory is not trusted
     "crash",  # it killed the CUDA context, or the process
     "hang",  # it did not end in time

@@ -86,7 +86,7 @@ class Pipeline:
             self._judging.add(judged)
 
     def _ask(self) -> None:
-        """Compiles ahead, as much as the processes do while as much again waits for workers."""
+        """Keeps the processes busy, as long as few kernels wait for a worker."""
         problem, arch = self.evaluation.task.problem, self.evaluation.device.arch
         most = self.compilers.processes
         while len(self._compiling) < most and len(self._compiled) < most:

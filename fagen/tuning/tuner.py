@@ -83,7 +83,7 @@ def estimate_seconds(
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What came of it.
+    """What a tuning found.
 
     Attributes:
         records: the answers, all of them saved.

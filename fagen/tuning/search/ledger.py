@@ -47,7 +47,7 @@ class Ledger:
 
     Attributes:
         name: the study's name.
-        claimed: the axes of what other processes have claimed, as of the last `new_outcomes`.
+        claimed: the axes of what other processes had claimed at the last `new_outcomes`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Ledger:
             why = getattr(error, "strerror", None) or str(error.__cause__ or error)
             raise WriteError(
                 f"cannot keep trials in {where}: {why.splitlines()[0]}. Those before are kept: "
-                "mend it, as by freeing the disk, and go on with --resume"
+                "mend it, for example by freeing the disk, and go on with --resume"
             ) from None
 
 

@@ -174,7 +174,7 @@ def _require_journal(path: Path) -> None:
             first = file.readline()
         whole = first.endswith(b"\n") and "op_code" in json.loads(first)
         if first and not whole and not (b'{"op_code"').startswith(first[:10]):
-            raise ValueError("its first line is none of Optuna's")
+            raise ValueError("its first line was not written by Optuna")
 
 
 def _cut_torn_line(path: Path) -> None:

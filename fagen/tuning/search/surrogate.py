@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from fagen.kernels.registry import TEMPLATES
 from fagen.kernels.template import Config
@@ -161,6 +160,8 @@ class Surrogate:
 
     def _improvement(self) -> Floats:
         """How far below the best so far each logarithm is expected to fall."""
+        from scipy.special import ndtr
+
         mean = self._prior + self._measured.mean
         evidence = self._measured.evidence + MODEL_ERROR_WEIGHT * MODEL_ERROR**2
         error = evidence / (len(self._measured.rows) + MODEL_ERROR_WEIGHT)
