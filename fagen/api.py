@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fagen.build.compile import compile_kernel
 from fagen.build.compiled import Resources
-from fagen.call import Call, attend, loaded
+from fagen.call import attend, loaded
 from fagen.device import Architecture, Device, architecture
 from fagen.errors import ArgumentError
 from fagen.kernels.forward import scale_log2
@@ -69,7 +69,7 @@ def attention(
         DeviceError: without a usable GPU, or if the driver refuses.
     """
     fixed = None if config is None else _parsed(config)
-    return attend(Call(q, k, v, out, causal, softmax_scale, return_lse, layout, fixed))
+    return attend(q, k, v, causal, softmax_scale, return_lse, layout, out, fixed)
 
 
 @takes_tune_options
@@ -175,7 +175,7 @@ class Kernel:
             ArgumentError: also for tensors that this kernel is not for.
         """
         causal = self._kernel.problem.causal if causal is None else causal
-        return attend(Call(q, k, v, out, causal, softmax_scale, return_lse, layout, self._kernel))
+        return attend(q, k, v, causal, softmax_scale, return_lse, layout, out, self._kernel)
 
     def __repr__(self) -> str:
         return f"<fagen.Kernel {self._kernel.problem}: {self.config}>"

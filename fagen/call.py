@@ -31,32 +31,21 @@ _kernels: dict[tuple[Problem, Config, str], Executor] = {}
 _kernels_lock = threading.Lock()  # NVRTC compiles one text at a time in any case
 
 
-class Call(NamedTuple):
-    """What a caller asks of `attention`.
-
-    Attributes:
-        q, k, v, out: arrays of one framework; `out` may be None.
-        causal, softmax_scale, return_lse, layout: as of `fagen.attention`.
-        fixed: the config, or the kernel itself, if the caller chose it.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    causal: bool
-    softmax_scale: float | None
-    return_lse: bool
-    layout: Layout
-    fixed: Config | Executor | None
-
-
-def attend(call: Call) -> Any:
-    """The output of a call, or (output, lse)."""
-    q, k, v, out, causal, softmax_scale, return_lse, layout, fixed = call
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    return_lse: bool,
+    layout: Layout,
+    out: Any,
+    fixed: Config | Executor | None,
+) -> Any:
+    """`fagen.attention`, with the config or the kernel itself fixed by the caller, if any."""
     framework = framework_of(type(q))
     if framework is None:
-        return _attend_foreign(call)
+        return _attend_foreign(q, k, v, out, return_lse, causal, softmax_scale, layout, fixed)
     for array in (k, v) if out is None else (k, v, out):
         if framework_of(type(array)) is not framework:
             raise ArgumentError(
@@ -75,7 +64,10 @@ def attend(call: Call) -> Any:
         plans = _thread.plans = lru_cache(PLANS_PER_THREAD)(_plan)
     prepared, default_scale, lse_shape, device_index, asked = plans(
         framework,
-        (q_geometry, k_geometry, v_geometry, o_geometry),
+        q_geometry,
+        k_geometry,
+        v_geometry,
+        o_geometry,
         causal,
         layout,
         (q_pointer | k_pointer | v_pointer | o_pointer) % 16 == 0,
@@ -100,16 +92,22 @@ def attend(call: Call) -> Any:
     return (o, lse) if return_lse else o
 
 
-def _attend_foreign(call: Call) -> Any:
+def _attend_foreign(q: Any, k: Any, v: Any, out: Any, return_lse: bool, *options: Any) -> Any:
     """The same for arrays that are neither torch's nor CuPy's, by way of CuPy."""
-    taken = {
-        name: arrays.to_cupy(array, name)
-        for name, array in (("q", call.q), ("k", call.k), ("v", call.v), ("out", call.out))
-        if array is not None
-    }
-    o, lse = attend(call._replace(**taken, return_lse=True))
-    o = arrays.from_cupy(o, call.q) if call.out is None else call.out
-    return (o, arrays.from_cupy(lse, call.q)) if call.return_lse else o
+    causal, softmax_scale, layout, fixed = options
+    o, lse = attend(
+        arrays.to_cupy(q, "q"),
+        arrays.to_cupy(k, "k"),
+        arrays.to_cupy(v, "v"),
+        causal,
+        softmax_scale,
+        True,
+        layout,
+        None if out is None else arrays.to_cupy(out, "out"),
+        fixed,
+    )
+    o = arrays.from_cupy(o, q) if out is None else out
+    return (o, arrays.from_cupy(lse, q)) if return_lse else o
 
 
 class _Planned(NamedTuple):
@@ -132,7 +130,10 @@ class _Planned(NamedTuple):
 
 def _plan(
     framework: Framework,
-    geometries: tuple[Geometry, ...],
+    q: Geometry,
+    k: Geometry,
+    v: Geometry,
+    o: Geometry,
     causal: bool,
     layout: Layout,
     aligned: bool,
@@ -145,7 +146,7 @@ def _plan(
     """
     question = ask(
         FORWARD,
-        [(framework, geometry) for geometry in geometries],
+        [(framework, geometry) for geometry in (q, k, v, o)],
         causal=causal,
         layout=layout,
         aligned=aligned,

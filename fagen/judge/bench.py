@@ -37,6 +37,7 @@ class Bench:
         self.index = index
         self.device = query_device(index)
         self._modules: dict[tuple[Any, ...], Any] = {}
+        self._workspace: Any = None  # for every launch, as large as the largest wanted
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -88,9 +89,11 @@ class Bench:
         size = kernel.workspace_bytes(shape, strides, self.index)
         workspace = 0
         if size:
-            with self.use(), cupy.cuda.ExternalStream(stream, self.index):
-                memory = cupy.empty(size, "uint8")  # its pool keeps it for the stream's next
-                workspace = int(memory.data.ptr)
+            if self._workspace is None or self._workspace.nbytes < size:
+                with self.use():
+                    cupy.cuda.runtime.deviceSynchronize()  # the smaller one may be in use
+                    self._workspace = cupy.empty(size, "uint8")
+            workspace = int(self._workspace.data.ptr)
         scalars = template_of(kernel.config).default_scalars(kernel.problem)
         kernel.launch(
             shape, operands, scalars, device_index=self.index, stream=stream, workspace=workspace

@@ -155,7 +155,7 @@ class Prepared:
 
     __slots__ = (
         "_buffers", "_context", "_context_found", "_context_out", "_device_index", "_get_context",
-        "_launches", "_zeroed", "empty", "workspace_bytes",
+        "_launches", "_queue", "_zeroed", "empty", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -180,6 +180,9 @@ class Prepared:
         self._get_context: Callable[..., int] = driver.hot_calls().get_context
         self._context_found = ctypes.c_void_p()
         self._context_out = ctypes.c_void_p(ctypes.addressof(self._context_found))
+        # Most plans are one launch, which then is queued without a detour.
+        alone = len(self._launches) == 1 and not plan.workspace
+        self._queue = self._launches[0].queue if alone else self._queue_all
 
     def launch(
         self, addresses: Addresses, scalars: tuple[float, ...], stream: int, workspace: int = 0
@@ -191,8 +194,6 @@ class Prepared:
         """
         if self.empty:
             return
-        if self._buffers:
-            addresses += tuple(workspace + offset for offset in self._buffers)
         self._get_context(self._context_out)
         if self._context_found.value == self._context:
             self._queue(addresses, scalars, stream, workspace)
@@ -200,14 +201,15 @@ class Prepared:
             with driver.use_device(self._device_index):
                 self._queue(addresses, scalars, stream, workspace)
 
-    def _queue(
+    def _queue_all(
         self, addresses: Addresses, scalars: tuple[float, ...], stream: int, workspace: int
     ) -> None:
+        addresses += tuple(workspace + offset for offset in self._buffers)
         for offset, size in self._zeroed:
             set_memory = driver.hot_calls().set_memory
             driver.check_status(set_memory(workspace + offset, 0, size, stream))
         for launch in self._launches:
-            launch.queue(addresses, scalars, stream)
+            launch.queue(addresses, scalars, stream, workspace)
 
 
 class _PreparedLaunch:
@@ -254,7 +256,7 @@ class _PreparedLaunch:
         self._parameters = (ctypes.c_void_p * len(places))(*places)
 
         pointers = launch.layout.of_kind("pointer")
-        self._pick_pointers = _picker(names, pointers)
+        self._pick_pointers = None if pointers == tuple(names) else _picker(names, pointers)
         self._pack_pointers = struct.Struct(f"{len(pointers)}Q").pack_into
         scalars = launch.layout.of_kind("scalar")
         self._pack_scalars = struct.Struct(f"{len(scalars)}f").pack_into
@@ -269,9 +271,17 @@ class _PreparedLaunch:
         self._pick_maps = _picker(names, [name for _, name, described in present if described])
         self._encoded = not self._maps
 
-    def queue(self, addresses: Addresses, scalars: tuple[float, ...], stream: int) -> None:
-        """Queues the kernel on a stream of the current context."""
-        self._pack_pointers(self._buffer, self._params_offset, *self._pick_pointers(addresses))
+    def queue(
+        self, addresses: Addresses, scalars: tuple[float, ...], stream: int, workspace: int
+    ) -> None:
+        """Queues the kernel on a stream of the current context.
+
+        Args:
+            addresses: of the operands, and of the buffers of the workspace, if there are any.
+        """
+        pick = self._pick_pointers
+        pointers = addresses if pick is None else pick(addresses)
+        self._pack_pointers(self._buffer, self._params_offset, *pointers)
         if scalars != self._scalars:
             self._pack_scalars(self._buffer, self._scalars_offset, *scalars)
             self._scalars = scalars
@@ -317,13 +327,7 @@ def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Addresses]
     if len(places) == 1:  # of which itemgetter would give no tuple
         (only,) = places
         return lambda addresses: (addresses[only],)
-    if places == list(range(len(names))):
-        return _all
     return itemgetter(*places) if places else _none
-
-
-def _all(addresses: Addresses) -> Addresses:
-    return addresses
 
 
 def _none(addresses: Addresses) -> Addresses:
