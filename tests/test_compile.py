@@ -260,8 +260,8 @@ def test_crash_and_refusal_cost_only_their_own_job() -> None:
 
 def test_a_hanging_job_is_stopped() -> None:
     begin = time.monotonic()
-    answers = dict(_run([("hang", 60.0), ("quick", 0.0), ("next", 0.0)], timeout=0.5))
-    assert str(answers["hang", 60.0]) == "stopped after 0.5 s"
+    answers = dict(_run([("hang", 60.0), ("quick", 0.0), ("next", 0.0)], timeout=2.5))
+    assert str(answers["hang", 60.0]) == "stopped after 2.5 s"
     assert answers["quick", 0.0] == "quick"
     assert answers["next", 0.0] == "next"
     assert time.monotonic() - begin < 30
@@ -269,8 +269,8 @@ def test_a_hanging_job_is_stopped() -> None:
 
 def test_an_answer_that_waits_for_the_caller_is_not_a_hang() -> None:
     answers = []
-    for _, answer in _run([("a", 0.0), ("b", 0.0), ("c", 0.0)], timeout=0.2):
-        time.sleep(0.5)  # longer than the timeout
+    for _, answer in _run([("a", 0.0), ("b", 0.0), ("c", 0.0)], timeout=1.0):
+        time.sleep(1.5)  # longer than the timeout
         answers.append(answer)
     assert sorted(map(str, answers)) == ["a", "b", "c"]
 

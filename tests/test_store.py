@@ -201,7 +201,7 @@ def test_a_file_of_another_schema_gives_nothing_and_is_not_written(path: Path) -
         ("schema: 1\nrecords:\n- &a {x: 1}\n- *a\n", "line 4: the alias"),
         ("schema: 1\nrecords: " + "[" * 100 + "]" * 100, "nested more than"),
         ("schema: 1\nschema: 2\n", "line 2: schema is given twice"),
-        ("schema: 1\nrecords: []\n--- \nschema: 1\n", "another document"),
+        ("schema: 1\nrecords: []\n--- \nschema: 1\n", "second document"),
         ("schema: 1\nrecords: 5\n", "has to be a list"),
         ("- 1\n- 2\n", "not a file of tuned configs"),
         ("", "not a file of tuned configs"),
@@ -362,9 +362,9 @@ def test_the_real_places_exist_or_can() -> None:
 def test_two_hundred_records_load_quickly(path: Path) -> None:
     """A first call waits for it: 28 ms on a small machine, which the limit leaves room around."""
     save_records(path, many_records())
-    yaml_file._scalar.cache_clear()
+    yaml_file._resolved.cache_clear()
     assert len(load_records(path).records) == 200
-    assert yaml_file._scalar.cache_info().misses < 150  # each distinct scalar once
+    assert yaml_file._resolved.cache_info().misses < 150  # each distinct scalar once
 
     # The best of several: other work on the machine only ever adds to it.
     timer = timeit.Timer(lambda: load_records(path), timer=time.process_time)

@@ -73,7 +73,7 @@ def test_the_same_content_gives_the_same_bytes(path: Path) -> None:
         ("[&a [*a]]", r"line 2: the alias \*a"),
         ("[[[[[[[[x]]]]]]]]", "line 2: nested more than 8 deep"),
         ("[" * 1000000, "line 2: .*nest"),
-        ("\n" + "- " * 100000 + "x", "line 3: .*nest"),
+        ("\n" + "- " * 100000 + "x", "line 3: nested more than 8 deep"),
         ("{1: 2}", "line 2: not a field name"),
         ("{[a]: 2}", "line 2: not a field name"),
         ("{a: 1, 'a': 2}", "line 2: a is given twice"),
@@ -104,14 +104,8 @@ def test_eight_levels_are_not_too_deep(path: Path) -> None:
 def test_yaml_without_its_c_library_reads_the_same(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Loader(yaml.SafeLoader):
-        depth = 0
-        descend_resolver = yaml_file._Loader.descend_resolver
-        ascend_resolver = yaml_file._Loader.ascend_resolver
-
     text = "schema: 1\nthings:\n- {a: 1, b: [x, 2.5]}\n-   y\n"
     expected = read(path, text)
-    monkeypatch.setattr(yaml_file, "_Loader", Loader)
     monkeypatch.setattr(yaml_file, "_SafeLoader", yaml.SafeLoader)
     assert read(path, text) == expected == (1, [Item({"a": 1, "b": ["x", 2.5]}, 3), Item("y", 4)])
     for thing, said in (("[!!int 1]", "the tag"), ("[" * 1000, "nested more"), ("[", "line 3")):
