@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from fagen.device import Architecture
 from fagen.errors import ArgumentError
@@ -51,18 +51,18 @@ class TuneOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     arch: Architecture | None = None
-    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    devices: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
     template: str | None = None
     fixed: dict[str, Any] | None = None
     effort: Effort = "full"
-    trials: Annotated[int, Field(gt=0)] | None = None
-    budget_s: Annotated[float, Field(gt=0)] | None = None
+    trials: int | None = Field(default=None, gt=0)
+    budget_s: float | None = Field(default=None, gt=0)
     sampler: Sampler = "surrogate"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: int = Field(default=0, ge=0)
     storage: str | Path | None = None
     resume: bool = False
     out: str | Path | None = None
-    processes: Annotated[int, Field(gt=0)] | None = None
+    processes: int | None = Field(default=None, gt=0)
     compile_only: bool = False
 
     @classmethod
