@@ -83,7 +83,7 @@ def test_a_comparison_of_long_calls_ends(
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", ["gate", "fill_normal"])
 def test_kernels_compile(name: str, arch: str) -> None:
-    compiled = compile_source(fold("measure.cu"), architecture(arch), name)
+    compiled = compile_source(fold("tools/measure.cu"), architecture(arch), name)
     assert compiled.resources.why_bad() is None
 
 
@@ -211,5 +211,6 @@ def test_measure_a_kernel() -> None:
 def test_helper_kernels_are_loaded_once() -> None:
     with on_device(0):
         assert (
-            helper_kernel("gate", "measure.cu", 0).ptr == helper_kernel("gate", "measure.cu", 0).ptr
+            helper_kernel("gate", "tools/measure.cu", 0).ptr
+            == helper_kernel("gate", "tools/measure.cu", 0).ptr
         )

@@ -117,7 +117,7 @@ def test_wide_inputs_are_not_rounded() -> None:
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_compiles(dtype: Dtype, arch: str) -> None:
-    source = fold("reference_forward.cu", **NUMBER[dtype])
+    source = fold("tools/reference_forward.cu", **NUMBER[dtype])
     resources = compile_source(source, architecture(arch), "reference_forward").resources
     assert resources.why_bad() is None
     assert resources.smem_bytes == 4 * 8 * reference.REFERENCE_THREADS

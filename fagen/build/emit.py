@@ -7,7 +7,8 @@ nothing of fagen any more:
     NAME.cu        the kernel, under a header comment with its config and where that came from
     NAME.h         the declaration of NAME_launch
     NAME_host.cu   NAME_launch: checks, tensor maps, grid; includes NAME.cu
-    NAME_main.cu   a check against the CPU; includes NAME_host.cu, so that one nvcc line builds it
+    NAME_main.cu   a check against attention in float64; includes NAME_host.cu, so that one nvcc
+                   line builds it
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from fagen import __version__
 from fagen.build.render import NUMBER, fold, kernel_name, render
 from fagen.device import Architecture, typical_device
 from fagen.errors import ArgumentError, ConfigError
-from fagen.kernels.config import AnyConfig, Sm90Forward
+from fagen.kernels.config import AnyConfig
 from fagen.kernels.space import default_config, why_illegal
 from fagen.problem import Problem
+from fagen.run.arrays import MAX_TMA_STRIDE
+from fagen.run.launch import GROUP_BYTES, MAX_SCALE, MAX_SEQLEN, MAX_TILES, MIN_SCALE_LOG2
 
 if TYPE_CHECKING:
     from fagen.records.store import Record
@@ -122,19 +125,22 @@ def _sources(
         "kernel_name": kernel_name(problem),
         "smem_bytes": config.smem_bytes(problem),
         "alignment": problem.alignment,
-        "tile_rows": "kTileRows" if isinstance(config, Sm90Forward) else "kBlockM",
-        "tma": isinstance(config, Sm90Forward),
-        "persistent": config.is_persistent,
         "dynamic_tiles": config.draws_tiles,
+        "group_bytes": GROUP_BYTES,
+        "max_seqlen": MAX_SEQLEN,
+        "max_tiles": MAX_TILES,
+        "max_scale": MAX_SCALE,
+        "min_scale_log2": MIN_SCALE_LOG2,
+        "max_stride_bytes": MAX_TMA_STRIDE,
         "map_type": _MAP_TYPE[problem.dtype],
         "roundoff": _ROUNDOFF[problem.dtype],
         **NUMBER[problem.dtype],
     }
     return {
         f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),
-        f"{name}.h": fold("emit_header.h", **values),
-        f"{name}_host.cu": fold("emit_host.cu", **values),
-        f"{name}_main.cu": fold("emit_main.cu", **values),
+        f"{name}.h": fold("host/header.h", **values),
+        f"{name}_host.cu": fold(f"host/{config.template}.cu", **values),
+        f"{name}_main.cu": fold("host/main.cu", **values),
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fagen.files import packaged_folder
@@ -26,7 +26,7 @@ NUMBER = {
     "fp16": {"number": "__half", "number_header": "cuda_fp16.h"},
 }
 PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
-_LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+_LOCAL_INCLUDE = re.compile(r'^#include "([\w./]+)"\n', re.MULTILINE)
 
 
 def template_folder() -> Path:
@@ -57,7 +57,8 @@ def _cpp(value: Any) -> Any:
 def fold(name: str, **values: Any) -> str:
     """The text of a file under templates/, its local includes folded in, each once.
 
-    `name.j2` is rendered with `values`; a plain `name` is taken as it stands.
+    `name.j2` is rendered with `values`; a plain `name` is taken as it stands. An include is looked
+    for beside the file that has it, then from templates/ on.
     """
     seen: set[str] = set()
 
@@ -68,12 +69,20 @@ def fold(name: str, **values: Any) -> str:
         else:
             text = (template_folder() / file).read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        return _LOCAL_INCLUDE.sub(include, text)
+        folder = PurePosixPath(file).parent
+        return _LOCAL_INCLUDE.sub(lambda match: include(_found(folder, match[1])), text)
 
-    def include(match: re.Match[str]) -> str:
-        return "" if match[1] in seen else text_of(match[1])
+    def include(file: str) -> str:
+        return "" if file in seen else text_of(file)
 
     return text_of(name)
+
+
+def _found(folder: PurePosixPath, name: str) -> str:
+    """The file that `folder` includes as `name`, from templates/ on."""
+    beside = str(folder / name)
+    places = (template_folder() / f"{beside}{suffix}" for suffix in ("", ".j2"))
+    return beside if any(place.is_file() for place in places) else name
 
 
 def kernel_name(problem: Problem) -> str:
@@ -84,7 +93,7 @@ def kernel_name(problem: Problem) -> str:
 def _wgmma(
     name: str, n: int, steps: int, *, a_in_registers: bool, b_transposed: bool
 ) -> dict[str, Any]:
-    """What one wgmma wrapper of wgmma.cuh.j2 needs, as ready text; `steps` are of depth 16."""
+    """What one wrapper of products_sm90.cuh.j2 needs, as ready text; `steps` are of depth 16."""
     transpose_b = int(b_transposed)
     if a_in_registers:
         place, word, kind, per_step = "registers", "u32", "r", 4

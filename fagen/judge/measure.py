@@ -107,7 +107,7 @@ def tensors(problem: Problem, shape: Shape, device_index: int, seed: int = 0) ->
         return TensorView.contiguous(int(array.data.ptr) + ELEMENT_BYTES * lead, dims)
 
     with on_device(device_index):
-        fill = helper_kernel("fill_normal", "measure.cu", device_index)
+        fill = helper_kernel("fill_normal", "tools/measure.cu", device_index)
         q = normal(shape.seqlen_q, shape.heads_q)
         k = normal(shape.seqlen_k, shape.heads_kv)
         v = normal(shape.seqlen_k, shape.heads_kv)
@@ -276,7 +276,7 @@ class _Timer:
         self._device_index = device_index
         self._ticket = 0
         with on_device(device_index):
-            self._gate = helper_kernel("gate", "measure.cu", device_index)
+            self._gate = helper_kernel("gate", "tools/measure.cu", device_index)
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._scratch = cupy.empty(2 * query_device(device_index).l2_bytes, np.uint8)
             self._pinned = cupy.cuda.alloc_pinned_memory(4)

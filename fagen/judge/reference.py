@@ -9,7 +9,7 @@ Three variants of the same maths, by what is rounded to the inputs' dtype; sums 
   roundings; next to them those of float32 sums do not show.
 
 Once in NumPy, for machines with no GPU and as the reference's own reference, and once as a CUDA
-kernel (templates/reference_forward.cu.j2), which needs neither torch nor cuBLAS.
+kernel (templates/tools/reference_forward.cu.j2), which needs neither torch nor cuBLAS.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUMPY_DTYPE: dict[Dtype, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 EPSILON: dict[Dtype, float] = {"fp16": 2.0**-10, "bf16": 2.0**-7}  # of a float at 1
-REFERENCE_THREADS = 256  # kThreads of templates/reference_forward.cu.j2
+REFERENCE_THREADS = 256  # kThreads of templates/tools/reference_forward.cu.j2
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def attention_on_device(
     with on_device(device_index):
         kernel = helper_kernel(
             "reference_forward",
-            "reference_forward.cu",
+            "tools/reference_forward.cu",
             device_index,
             **NUMBER[problem.dtype],
         )
