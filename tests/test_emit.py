@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_tensor_maps_need_no_driver_library() -> None:
     assert "cuTensorMap" not in text(emit(PROBLEM, sm80, SM90), f"{NAME}_host.cu")
 
 
+def test_hopper_kernel_holds_no_instruction_of_ampere() -> None:
+    for axes in ({}, {"persistent": True, "dynamic_tiles": True}, {"p_in_smem": True}):
+        files = emit(PROBLEM, CONFIG.model_copy(update=axes), SM90)
+        kernel = text(files, f"{NAME}.cu")
+        assert not re.search(r"cp\.async\.cg|ldmatrix|mma\.sync", kernel)
+
+
+def test_nothing_but_the_kernel_is_outside_of_its_namespace() -> None:
+    for config in (CONFIG, default_config(PROBLEM, H200, "forward_sm80")):
+        kernel = text(emit(PROBLEM, config, SM90), f"{NAME}.cu")
+        code = re.sub(r"//.*", "", kernel).strip()
+        name = symbol(PROBLEM)
+        assert code.startswith(f"namespace {name} {{")
+        assert re.search(r"\n#undef DEVICE\s*\}$", code)
+        assert len(re.findall(r'extern "C"', code)) == 1
+
+
 # ---- what is refused ----
 
 
@@ -228,6 +246,22 @@ def test_kernels_of_two_buckets_link_into_one_program(tmp_path: Path) -> None:
     )
     hosts = [path.name for path in written if path.name.endswith("_host.cu")]
     nvcc(tmp_path, "sm_90", "-shared", "-Xcompiler", "-fPIC", *hosts, "-o", "two.so")
+
+
+@needs_nvcc
+def test_kernels_of_one_problem_link_into_one_program_with_device_linking(tmp_path: Path) -> None:
+    """Two that differ in every type and function, and whose symbols are in one device program."""
+    narrow = CONFIG.model_copy(update={"block_n": 64, "persistent": True, "dynamic_tiles": True})
+    hosts = []
+    for name, config in (("wide", CONFIG), ("narrow", narrow)):
+        write_files(emit(PROBLEM, config, SM90, name=name), tmp_path)
+        hosts.append(f"{name}_host.cu")
+    (tmp_path / "main.cu").write_text(
+        '#include "wide.h"\n#include "narrow.h"\n'
+        "int main() { return wide_launch == narrow_launch; }\n"
+    )
+    nvcc(tmp_path, SM90.target, "-rdc=true", *hosts, "main.cu", "-o", "both")
+    assert (tmp_path / "both").is_file()
 
 
 @needs_nvcc

@@ -87,7 +87,7 @@ def test_a_comparison_of_long_calls_ends(
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", ["gate", "fill_normal"])
 def test_kernels_compile(name: str, arch: str) -> None:
-    compiled = compile_source(fold("measure.cu"), architecture(arch), name)
+    compiled = compile_source(fold("tools/measure.cu"), architecture(arch), name)
     assert compiled.resources.why_bad() is None
 
 
@@ -213,5 +213,5 @@ def test_helper_kernels_are_loaded_once() -> None:
     bench = bench_of(0)
     assert bench_of(0) is bench
     with bench.use():
-        gates = [bench.kernel("gate", "measure.cu") for _ in range(2)]
+        gates = [bench.kernel("gate", "tools/measure.cu") for _ in range(2)]
     assert gates[0].ptr == gates[1].ptr

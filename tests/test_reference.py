@@ -142,7 +142,7 @@ def test_wide_inputs_are_not_rounded() -> None:
 def test_kernel_compiles(dtype: DtypeName, arch: str) -> None:
     element = DTYPES[dtype]
     source = fold(
-        "reference_forward.cu", number=element.number, number_header=element.number_header
+        "tools/reference_forward.cu", number=element.number, number_header=element.number_header
     )
     resources = compile_source(source, architecture(arch), "reference_forward").resources
     assert resources.why_bad() is None

@@ -48,6 +48,7 @@ NAME = "toy_any"
 OP = "toy"
 ARCHS = ("sm80", "sm90")
 AXES_VERSION = 3
+HOST: dict[str, Any] = {}
 REACH_OF_SIZE = {"threads_per_row": 32.0}
 REACH_OF_CHOICE: dict[str, float] = {}
 

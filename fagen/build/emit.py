@@ -7,7 +7,8 @@ nothing of fagen any more:
     NAME.cu        the kernel, under a header comment with its config and where that came from
     NAME.h         the declaration of NAME_launch
     NAME_host.cu   NAME_launch: checks, tensor maps, grid; includes NAME.cu
-    NAME_main.cu   a check against the CPU; includes NAME_host.cu, so that one nvcc line builds it
+    NAME_main.cu   a check against attention in float64; includes NAME_host.cu, so that one nvcc
+                   line builds it
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fagen.errors import ArgumentError, ConfigError
 from fagen.kernels.registry import default_config, template_of
 from fagen.kernels.space import why_illegal
 from fagen.kernels.template import Config, symbol
-from fagen.problem import Problem, Shape
+from fagen.problem import Problem
 
 if TYPE_CHECKING:
     from fagen.records.store import Record
@@ -114,32 +115,26 @@ def default_name(problem: Problem, arch: Architecture) -> str:
 def _sources(
     problem: Problem, config: Config, arch: Architecture, record: Record | None, name: str
 ) -> dict[str, str | bytes]:
-    some = Shape(batch=1, seqlen_q=128, seqlen_k=128, heads_q=1, heads_kv=1)
-    contiguous = ((128 * problem.head_dim, problem.head_dim, problem.head_dim),) * 4
-    plan = template_of(config).plan(problem, config, some, contiguous, typical_device(arch))
-    (launch,) = plan.launches
+    template = template_of(config)
+    element = problem.element
     values = {
+        **config.axes(),
+        **template.constants(problem, config),
+        **template.HOST,
         "stem": name,
         "problem": problem,
         "arch": arch,
         "target": arch.target,
-        "kernel_name": launch.entry,
-        "smem_bytes": launch.smem_bytes,
-        "alignment": problem.alignment,
-        "tile_rows": "kTileRows" if launch.maps else "kBlockM",
-        "tma": bool(launch.maps),
-        "persistent": config.is_persistent,
-        "dynamic_tiles": launch.draws_tiles,
-        "map_type": problem.element.tensor_map,
-        "roundoff": f"0x1p{math.frexp(problem.element.epsilon / 2)[1] - 1}",
-        "number": problem.element.number,
-        "number_header": problem.element.number_header,
+        "map_type": element.tensor_map,
+        "roundoff": f"0x1p{math.frexp(element.epsilon / 2)[1] - 1}",
+        "number": element.number,
+        "number_header": element.number_header,
     }
     return {
         f"{name}.cu": _header(problem, config, arch, record, name) + render(problem, config),
-        f"{name}.h": fold("emit_header.h", **values),
-        f"{name}_host.cu": fold("emit_host.cu", **values),
-        f"{name}_main.cu": fold("emit_main.cu", **values),
+        f"{name}.h": fold("host/header.h", **values),
+        f"{name}_host.cu": fold(f"host/{template.NAME}.cu", **values),
+        f"{name}_main.cu": fold("host/main.cu", **values),
     }
 
 

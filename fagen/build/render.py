@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fagen.files import packaged_folder
@@ -19,7 +19,7 @@ from fagen.problem import Problem
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_LOCAL_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+_LOCAL_INCLUDE = re.compile(r'^#include "([\w./]+)"\n', re.MULTILINE)
 
 
 def template_folder() -> Path:
@@ -50,7 +50,8 @@ def _cpp(value: Any) -> Any:
 def fold(name: str, **values: Any) -> str:
     """The text of a file under templates/, its local includes folded in, each once.
 
-    `name.j2` is rendered with `values`; a plain `name` is taken as it stands.
+    `name.j2` is rendered with `values`; a plain `name` is taken as it stands. An include is looked
+    for beside the file that has it, then from templates/ on.
     """
     seen: set[str] = set()
 
@@ -61,12 +62,20 @@ def fold(name: str, **values: Any) -> str:
         else:
             text = (template_folder() / file).read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
-        return _LOCAL_INCLUDE.sub(include, text)
+        folder = PurePosixPath(file).parent
+        return _LOCAL_INCLUDE.sub(lambda match: include(_found(folder, match[1])), text)
 
-    def include(match: re.Match[str]) -> str:
-        return "" if match[1] in seen else text_of(match[1])
+    def include(file: str) -> str:
+        return "" if file in seen else text_of(file)
 
     return text_of(name)
+
+
+def _found(folder: PurePosixPath, name: str) -> str:
+    """The file that `folder` includes as `name`, from templates/ on."""
+    beside = str(folder / name)
+    places = (template_folder() / f"{beside}{suffix}" for suffix in ("", ".j2"))
+    return beside if any(place.is_file() for place in places) else name
 
 
 def render(problem: Problem, config: Config) -> str:

@@ -70,7 +70,7 @@ def timing_tensors(bench: Bench, problem: Problem, shape: Shape, seed: int = 0) 
     views: dict[str, TensorView] = {}
     arrays: dict[str, Any] = {}
     with bench.use():
-        fill = bench.kernel("fill_normal", "measure.cu")
+        fill = bench.kernel("fill_normal", "tools/measure.cu")
         for number, operand in enumerate(problem.operation.operands):
             if operand.optional:
                 continue

@@ -208,7 +208,7 @@ class Timer:
         self._bench = bench
         self._ticket = 0
         with bench.use():
-            self._gate = bench.kernel("gate", "measure.cu")
+            self._gate = bench.kernel("gate", "tools/measure.cu")
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._scratch = cupy.empty(2 * bench.device.l2_bytes, np.uint8)
             self._pinned = cupy.cuda.alloc_pinned_memory(4)

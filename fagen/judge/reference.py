@@ -9,7 +9,7 @@ Three variants of the same maths, by what is rounded to the inputs' dtype; sums 
   roundings; next to them those of float32 sums do not show.
 
 Once in NumPy, for machines with no GPU and as the reference's own reference, and once as a CUDA
-kernel (templates/reference_forward.cu.j2), which needs neither torch nor cuBLAS.
+kernel (templates/tools/reference_forward.cu.j2), which needs neither torch nor cuBLAS.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def forward_on_device(
     with bench.use():
         kernel = bench.kernel(
             "reference_forward",
-            "reference_forward.cu",
+            "tools/reference_forward.cu",
             number=element.number,
             number_header=element.number_header,
         )

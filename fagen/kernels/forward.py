@@ -23,6 +23,18 @@ MIN_SCALE_LOG2 = 2.0**-100  # stands for 0: masked scores must stay -inf, not be
 # For addresses and softmax state. With fewer, all of 294 kernels spilled or had wgmma serialised.
 SPARE_REGISTERS = 24
 
+MAX_TMA_STRIDE = 1 << 40  # bytes, exclusive
+
+# What the emitted host text names, beside the kernel's constants.
+HOST = {
+    "group_bytes": GROUP_BYTES,
+    "max_seqlen": MAX_SEQLEN,
+    "max_tiles": MAX_TILES,
+    "max_scale": MAX_SCALE,
+    "min_scale_log2": MIN_SCALE_LOG2,
+    "max_stride_bytes": MAX_TMA_STRIDE,
+}
+
 PARAMS = Layout(
     "ForwardParams",
     (

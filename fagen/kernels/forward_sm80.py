@@ -42,6 +42,7 @@ NAME = "forward_sm80"
 OP = "forward"
 ARCHS = tuple(ARCHITECTURES)
 AXES_VERSION = 1
+HOST = forward.HOST
 REACH_OF_SIZE = forward.REACH_OF_SIZE | {"warps": 8.0}
 REACH_OF_CHOICE = forward.REACH_OF_CHOICE
 

@@ -34,6 +34,7 @@ NAME = "forward_sm90"
 OP = "forward"
 ARCHS = ("sm90",)
 AXES_VERSION = 1
+HOST = forward.HOST
 REACH_OF_SIZE = forward.REACH_OF_SIZE
 REACH_OF_CHOICE = forward.REACH_OF_CHOICE | {
     "overlap": 1.0,

@@ -141,6 +141,7 @@ class Template(Protocol):
         ARCHS: names of the architectures that it runs on.
         AXES_VERSION: raised when an axis changes its meaning: older records then do not apply.
         Config: its subclass of `Config`.
+        HOST: what its emitted host text, templates/host/NAME.cu.j2, names beside the constants.
         RULES: what a legal config has to obey, beside `why_not`.
         REACH_OF_SIZE, REACH_OF_CHOICE: how far apart two configs are whose errors of the static
             model have little in common, by axis: in the axis's unit where it is one of a size, in
@@ -152,6 +153,7 @@ class Template(Protocol):
     ARCHS: tuple[str, ...]
     AXES_VERSION: int
     RULES: tuple[Rule, ...]
+    HOST: Mapping[str, Any]
     REACH_OF_SIZE: Mapping[str, float]
     REACH_OF_CHOICE: Mapping[str, float]
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from fagen.dtypes import BY_ARRAY_NAME, Dtype
 from fagen.errors import ArgumentError, UnsupportedError
+from fagen.kernels.forward import MAX_TMA_STRIDE
 from fagen.kernels.plan import Strides
 from fagen.operation import Operand, Operation
 from fagen.problem import (
@@ -25,7 +26,6 @@ from fagen.run.arrays import Framework, Geometry, cupy_framework, framework_of, 
 
 Layout = Literal["bshd", "bhsd"]
 LAYOUTS = ("bshd", "bhsd")
-MAX_TMA_STRIDE = 1 << 40  # bytes, exclusive
 CALLED = {"o": "out"}  # what a caller calls an operand, where it is another name
 
 

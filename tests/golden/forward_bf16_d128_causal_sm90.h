@@ -1,4 +1,6 @@
-// Forward attention: bf16, head dim 128, causal mask, for sm90. Written by fagen.
+// Forward attention for sm90:
+// bf16, head dim 128, causal mask.
+// Written by fagen.
 #ifndef forward_bf16_d128_causal_sm90_h
 #define forward_bf16_d128_causal_sm90_h
 
@@ -11,11 +13,14 @@ extern "C" {
 // O = softmax(softmax_scale * Q K^T + mask) V
 //
 // q, o                (batch, seqlen_q, heads_q, 128) bf16, in device memory
-// k, v                (batch, seqlen_k, heads_kv, 128) bf16; heads_q is a multiple of heads_kv
+// k, v                (batch, seqlen_k, heads_kv, 128) bf16;
+//                     heads_q is a multiple of heads_kv, lengths are at most 1073741823
 // lse                 (batch, heads_q, seqlen_q) float, natural log of the sums; NULL if not wanted
 // q_strides, ...      of (batch, row, head) in elements; the head dim is contiguous.
-//                     Bases and strides are multiples of 16 bytes
-// softmax_scale       usually 1 / sqrt(128); finite, not negative
+//                     Bases and strides are multiples of 16 bytes,
+//                     strides at least 0 and below 2^40 bytes,
+//                     and no stride of o is 0
+// softmax_scale       usually 1 / sqrt(128); 0 to 1e+30
 // stream              of the current device; the launch is asynchronous
 //
 // Query i sees keys up to i + seqlen_k - seqlen_q.

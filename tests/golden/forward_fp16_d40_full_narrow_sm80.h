@@ -1,4 +1,6 @@
-// Forward attention: fp16, head dim 40, full mask, for sm80. Written by fagen.
+// Forward attention for sm80:
+// fp16, head dim 40, full mask.
+// Written by fagen.
 #ifndef forward_fp16_d40_full_narrow_sm80_h
 #define forward_fp16_d40_full_narrow_sm80_h
 
@@ -11,11 +13,13 @@ extern "C" {
 // O = softmax(softmax_scale * Q K^T + mask) V
 //
 // q, o                (batch, seqlen_q, heads_q, 40) fp16, in device memory
-// k, v                (batch, seqlen_k, heads_kv, 40) fp16; heads_q is a multiple of heads_kv
+// k, v                (batch, seqlen_k, heads_kv, 40) fp16;
+//                     heads_q is a multiple of heads_kv, lengths are at most 1073741823
 // lse                 (batch, heads_q, seqlen_q) float, natural log of the sums; NULL if not wanted
 // q_strides, ...      of (batch, row, head) in elements; the head dim is contiguous.
-//                     Bases and strides are multiples of 2 bytes
-// softmax_scale       usually 1 / sqrt(40); finite, not negative
+//                     Bases and strides are multiples of 2 bytes,
+//                     and no stride of o is 0
+// softmax_scale       usually 1 / sqrt(40); 0 to 1e+30
 // stream              of the current device; the launch is asynchronous
 //
 // Lengths may be 0. A row that sees no key gives O = 0 and LSE = -infinity. Returns

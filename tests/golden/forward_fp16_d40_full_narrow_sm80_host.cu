@@ -1,13 +1,13 @@
 // The host side of forward_fp16_d40_full_narrow_sm80.cu: forward_fp16_d40_full_narrow_sm80_launch,
 // which forward_fp16_d40_full_narrow_sm80.h declares and explains.
 //
-// Written by fagen from emit_host.cu.j2. Add this one file to a build: it includes the kernel.
+// Written by fagen. Add this one file to a build: it includes the kernel.
 //   nvcc -std=c++17 -arch=sm_80 -c forward_fp16_d40_full_narrow_sm80_host.cu
 
 #include "forward_fp16_d40_full_narrow_sm80.h"  // the launcher's declaration
 
-#include <climits>
-#include <cmath>
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 // The kernel under a name of its own, so that many emitted kernels link into one program.
@@ -19,35 +19,143 @@ namespace {
 using namespace forward_fp16_d40_full_narrow_sm80_kernel;
 
 constexpr int kDynamicSmemBytes = 24576;
-constexpr int kAccessBytes = 2;  // what bases and strides are multiples of
-constexpr long long kL2Bytes = 32 << 20;  // for the K and V of the heads that run side by side
+constexpr int kAlignmentBytes = 2;  // what bases and strides are multiples of
+constexpr long long kGroupBytes = 33554432;  // of L2, for K and V of heads side by side
+constexpr int kMaxSeqlen = 1073741823;  // the sum of two lengths is an int
+constexpr int kMaxBlocks = 2147483647;  // of a grid
+constexpr float kMaxScale = 1e+30f;
+constexpr double kMinScaleLog2 = 7.888609052210118e-31;
+constexpr long long kMaxStrideBytes = 1099511627776;  // exclusive, of wide loads
+constexpr int kTileRows = kBlockM;
+constexpr int kBlocksPerTile = 1;
 
-struct Tensor {  // of (batch, rows, heads, kHeadDimQk) elements, the last dimension contiguous
+// What the launchers of all forward kernels share: the call, its limits, the parameters.
+
+struct Tensor {  // (batch, rows, heads, head dim), the last dimension contiguous
   const void* base;
   int sizes[3];              // batch, rows, heads
   const long long* strides;  // of the same, in elements
 };
 
+struct Call {
+  Tensor q, k, v, o;
+  float* lse;
+  float softmax_scale;
+
+  int batch() const { return q.sizes[0]; }
+  int heads_q() const { return q.sizes[2]; }
+  int heads_kv() const { return k.sizes[2]; }
+  int seqlen_q() const { return q.sizes[1]; }
+  int seqlen_k() const { return k.sizes[1]; }
+};
+
 // Whether the kernel can address the tensor. Strides of dimensions of size 1 are never used.
-bool is_aligned(const Tensor& tensor) {
+bool can_address(const Tensor& tensor) {
   if (tensor.base == nullptr) return false;
-  if (reinterpret_cast<std::uintptr_t>(tensor.base) % kAccessBytes != 0) return false;
+  if (reinterpret_cast<std::uintptr_t>(tensor.base) % kAlignmentBytes != 0) return false;
   for (int i = 0; i < 3; ++i) {
     const long long bytes = tensor.strides[i] * static_cast<long long>(sizeof(Element));
-    if (tensor.sizes[i] > 1 && bytes % kAccessBytes != 0) return false;
+    if (tensor.sizes[i] <= 1) continue;
+    if (bytes % kAlignmentBytes != 0) return false;
+    if (kAlignmentBytes > 2 && (bytes < 0 || bytes >= kMaxStrideBytes)) return false;
   }
   return true;
 }
 
-Strides as_strides(const long long* strides) { return {strides[0], strides[1], strides[2]}; }
+// Whether elements of the tensor share memory: O's must not.
+bool is_expanded(const Tensor& tensor) {
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.sizes[i] > 1 && tensor.strides[i] == 0) return true;
+  }
+  return false;
+}
+
+bool has_output(const Call& call) {
+  return call.batch() > 0 && call.heads_q() > 0 && call.seqlen_q() > 0;
+}
+
+long long tiles_of(const Call& call) {  // of kTileRows queries of one head
+  const long long m_blocks = (call.seqlen_q() + kTileRows - 1LL) / kTileRows;
+  return m_blocks * call.batch() * call.heads_q();
+}
+
+// What the launcher's declaration asks of its arguments.
+bool is_legal(const Call& call) {
+  for (const Tensor* tensor : {&call.q, &call.k}) {
+    for (const int size : tensor->sizes) {
+      if (size < 0) return false;
+    }
+  }
+  if (call.seqlen_q() > kMaxSeqlen || call.seqlen_k() > kMaxSeqlen) return false;
+  if (!(call.softmax_scale >= 0.0f && call.softmax_scale <= kMaxScale)) return false;  // nor NaN
+  if (!has_output(call)) return true;
+  if (call.heads_kv() == 0 || call.heads_q() % call.heads_kv() != 0) return false;
+  const long long heads = static_cast<long long>(call.batch()) * call.heads_q();
+  if (heads > kMaxBlocks || tiles_of(call) > kMaxBlocks / kBlocksPerTile) return false;
+  if (!can_address(call.q) || !can_address(call.o) || is_expanded(call.o)) return false;
+  return call.seqlen_k() == 0 || (can_address(call.k) && can_address(call.v));
+}
 
 // How many query heads run side by side: those whose K and V fit L2 together.
-int heads_per_group(int batch, int heads_q, int heads_kv, int seqlen_k) {
-  const long long kv_bytes = 2LL * seqlen_k * kHeadDimQk * static_cast<long long>(sizeof(Element));
-  const long long kv_heads = kv_bytes == 0 ? kL2Bytes : kL2Bytes / kv_bytes;
-  const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
-  const long long all_heads = static_cast<long long>(batch) * heads_q;
-  return static_cast<int>(heads < all_heads ? heads : all_heads);
+int heads_per_group(const Call& call) {
+  const long long row_bytes = (kHeadDimQk + kHeadDimV) * static_cast<long long>(sizeof(Element));
+  const long long kv_bytes = std::max(1LL, call.seqlen_k() * row_bytes);
+  const long long kv_heads = std::max(1LL, kGroupBytes / kv_bytes);
+  const long long heads = kv_heads * (call.heads_q() / call.heads_kv());
+  return static_cast<int>(std::min(heads, static_cast<long long>(call.batch()) * call.heads_q()));
+}
+
+// What the kernel multiplies scores by. Not 0: masked scores must stay -inf, not become 0 * -inf.
+float scale_log2(float softmax_scale) {
+  return static_cast<float>(std::max(softmax_scale * 1.4426950408889634, kMinScaleLog2));
+}
+
+Strides strides_of(const Tensor& tensor) {
+  return {tensor.strides[0], tensor.strides[1], tensor.strides[2]};
+}
+
+Params params_of(const Call& call) {
+  Params params{};
+  params.q = static_cast<const Element*>(call.q.base);
+  params.k = static_cast<const Element*>(call.k.base);
+  params.v = static_cast<const Element*>(call.v.base);
+  params.o = static_cast<Element*>(const_cast<void*>(call.o.base));
+  params.lse = call.lse;
+  params.q_strides = strides_of(call.q);
+  params.k_strides = strides_of(call.k);
+  params.v_strides = strides_of(call.v);
+  params.o_strides = strides_of(call.o);
+  params.scale_log2 = scale_log2(call.softmax_scale);
+  params.batch = call.batch();
+  params.heads_q = call.heads_q();
+  params.heads_kv = call.heads_kv();
+  params.seqlen_q = call.seqlen_q();
+  params.seqlen_k = call.seqlen_k();
+  params.heads_per_group = heads_per_group(call);
+  params.tiles = static_cast<int>(tiles_of(call));
+  return params;
+}
+
+// Lets the kernel have its shared memory, and says how it is launched.
+cudaError_t configure(const void* kernel, int blocks, cudaStream_t stream,
+                      cudaLaunchConfig_t* launch) {
+  launch->gridDim = dim3(static_cast<unsigned>(blocks));
+  launch->blockDim = dim3(kThreads);
+  launch->dynamicSmemBytes = kDynamicSmemBytes;
+  launch->stream = stream;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kDynamicSmemBytes);
+}
+
+// A thread block for each tile.
+cudaError_t launch(const Call& call, cudaStream_t stream) {
+  const auto kernel = forward_fp16_d40_full_narrow_sm80_kernel::forward_fp16_d40_full_narrow_sm80_kernel;
+  const Params params = params_of(call);
+  cudaLaunchConfig_t config{};
+  const cudaError_t error =
+      configure(reinterpret_cast<const void*>(kernel), params.tiles, stream, &config);
+  if (error != cudaSuccess) return error;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 }  // namespace
@@ -57,57 +165,14 @@ extern "C" cudaError_t forward_fp16_d40_full_narrow_sm80_launch(
     int heads_kv, int seqlen_q, int seqlen_k, const long long q_strides[3],
     const long long k_strides[3], const long long v_strides[3], const long long o_strides[3],
     float softmax_scale, cudaStream_t stream) {
-  if (batch < 0 || heads_q < 0 || heads_kv < 0 || seqlen_q < 0 || seqlen_k < 0) {
-    return cudaErrorInvalidValue;
-  }
-  if (!std::isfinite(softmax_scale) || softmax_scale < 0.0f) return cudaErrorInvalidValue;
-  if (batch == 0 || heads_q == 0 || seqlen_q == 0) return cudaSuccess;  // no output
-  if (heads_kv == 0 || heads_q % heads_kv != 0) return cudaErrorInvalidValue;
-
-  const long long m_blocks = (static_cast<long long>(seqlen_q) + kBlockM - 1) / kBlockM;
-  const long long heads = static_cast<long long>(batch) * heads_q;
-  // Tile indices and the grid's x are 32 bits.
-  if (heads > INT_MAX / m_blocks) return cudaErrorInvalidValue;
-
-  const Tensor q_tensor{q, {batch, seqlen_q, heads_q}, q_strides};
-  const Tensor k_tensor{k, {batch, seqlen_k, heads_kv}, k_strides};
-  const Tensor v_tensor{v, {batch, seqlen_k, heads_kv}, v_strides};
-  const Tensor o_tensor{o, {batch, seqlen_q, heads_q}, o_strides};
-  if (!is_aligned(q_tensor) || !is_aligned(o_tensor)) return cudaErrorInvalidValue;
-  if (seqlen_k > 0 && (!is_aligned(k_tensor) || !is_aligned(v_tensor))) {
-    return cudaErrorInvalidValue;
-  }
-
-  ForwardParams<Element> params{};
-  params.q = static_cast<const Element*>(q);
-  params.k = static_cast<const Element*>(k);
-  params.v = static_cast<const Element*>(v);
-  params.o = static_cast<Element*>(o);
-  params.lse = lse;
-  params.q_strides = as_strides(q_strides);
-  params.k_strides = as_strides(k_strides);
-  params.v_strides = as_strides(v_strides);
-  params.o_strides = as_strides(o_strides);
-  // 2^-100 instead of 0 gives the same weights, and keeps 0 * -infinity out of the masked scores.
-  params.scale_log2 = softmax_scale == 0.0f ? 0x1p-100f : softmax_scale * 1.44269504f;
-  params.batch = batch;
-  params.heads_q = heads_q;
-  params.heads_kv = heads_kv;
-  params.seqlen_q = seqlen_q;
-  params.seqlen_k = seqlen_k;
-  params.heads_per_group = heads_per_group(batch, heads_q, heads_kv, seqlen_k);
-  params.tiles = static_cast<int>(heads * m_blocks);
-  int blocks = params.tiles;
-  cudaError_t error;
-
-  const auto kernel = forward_fp16_d40_full_narrow_sm80_kernel::forward_fp16_d40_full_narrow_sm80_kernel;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kDynamicSmemBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(blocks));
-  launch.blockDim = dim3(kThreads);
-  launch.dynamicSmemBytes = kDynamicSmemBytes;
-  launch.stream = stream;
-  return cudaLaunchKernelEx(&launch, kernel, params);
+  const Call call{
+      {q, {batch, seqlen_q, heads_q}, q_strides},
+      {k, {batch, seqlen_k, heads_kv}, k_strides},
+      {v, {batch, seqlen_k, heads_kv}, v_strides},
+      {o, {batch, seqlen_q, heads_q}, o_strides},
+      lse,
+      softmax_scale,
+  };
+  if (!is_legal(call)) return cudaErrorInvalidValue;
+  return has_output(call) ? launch(call, stream) : cudaSuccess;
 }
