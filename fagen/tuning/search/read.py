@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def subject_of(study: KeptStudy) -> Subject | None:
 def complete_notes(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """What was kept beside the trials; of the first format, also what the name says."""
     named = {} if "problem" in about else first_format.notes_of_name(name)
-    return named | dict(about)
+    notes = named | dict(about)
+    with suppress(KeyError, ValidationError):  # as this version describes the same device
+        notes["device"] = Device.model_validate(notes["device"]).model_dump()
+    return notes
 
 
 def outcome_of(trial: FrozenTrial) -> Outcome:
