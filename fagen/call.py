@@ -43,15 +43,12 @@ def attend(
     fixed: Config | Executor | None,
 ) -> Any:
     """`fagen.attention`, with the config or the kernel itself fixed by the caller, if any."""
-    framework = framework_of(type(q))
+    kind = type(q)
+    framework = framework_of(kind)
     if framework is None:
         return _attend_foreign(q, k, v, out, return_lse, causal, softmax_scale, layout, fixed)
-    for array in (k, v) if out is None else (k, v, out):
-        if framework_of(type(array)) is not framework:
-            raise ArgumentError(
-                f"q is of type {type(q).__name__} and another array is of type "
-                f"{type(array).__name__}: all arrays have to be of one framework"
-            )
+    if type(k) is not kind or type(v) is not kind or (out is not None and type(out) is not kind):
+        _require_one_framework(framework, q, k, v, out)
     read = framework.read
     q_pointer, q_geometry = read(q)
     k_pointer, k_geometry = read(k)
@@ -90,6 +87,16 @@ def attend(
     if calls.active:
         calls.count(asked)
     return (o, lse) if return_lse else o
+
+
+def _require_one_framework(framework: Framework, q: Any, *others: Any) -> None:
+    """An ArgumentError if an array is not of q's framework."""
+    for array in others:
+        if array is not None and framework_of(type(array)) is not framework:
+            raise ArgumentError(
+                f"q is of type {type(q).__name__} and another array is of type "
+                f"{type(array).__name__}: all arrays have to be of one framework"
+            )
 
 
 def _attend_foreign(q: Any, k: Any, v: Any, out: Any, return_lse: bool, *options: Any) -> Any:

@@ -282,7 +282,7 @@ class _PreparedLaunch:
         pick = self._pick_pointers
         pointers = addresses if pick is None else pick(addresses)
         self._pack_pointers(self._buffer, self._params_offset, *pointers)
-        if scalars != self._scalars:
+        if scalars is not self._scalars and scalars != self._scalars:
             self._pack_scalars(self._buffer, self._scalars_offset, *scalars)
             self._scalars = scalars
         self._config.stream = stream
