@@ -8,7 +8,7 @@ from typing import Any
 from fagen.device import KNOWN_DEVICES
 from fagen.kernels.registry import AnyConfig
 from fagen.problem import Problem, Shape
-from fagen.records.store import Card, Provenance, Record, Result
+from fagen.records.store import Card, Provenance, Result, TunedConfig
 
 H200 = KNOWN_DEVICES["NVIDIA H200"]
 
@@ -22,7 +22,7 @@ def some_record(
     kind: Any = "measured",
     text: str = "0f" * 8,
     **result: Any,
-) -> Record:
+) -> TunedConfig:
     """A record of a config, on an H200 if no card is given.
 
     Args:
@@ -30,7 +30,7 @@ def some_record(
         result: fields of `Result`.
     """
     numbers = {"median_us": 123.4, "tflops": 612.3, "trials": 80, "policy": "cold-queued"}
-    return Record(
+    return TunedConfig(
         problem=problem,
         shape=Shape(batch=4, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=16, heads_kv=16),
         device=card or Card.of(H200),

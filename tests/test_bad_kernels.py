@@ -18,7 +18,7 @@ from fagen.kernels import Sm90Forward
 from fagen.kernels.registry import default_config, native_template
 from fagen.kernels.space import legal_configs
 from fagen.problem import Problem, Shape
-from fagen.records.store import CONFIG_VARIABLE, Record, digest, load_records, save_records
+from fagen.records.store import CONFIG_VARIABLE, TunedConfig, digest, load_records, save_records
 from fagen.tuning.events import Event, Notice
 from fagen.tuning.model import predict
 from fagen.tuning.options import TuneOptions
@@ -70,7 +70,9 @@ EXPECTED = {  # the kind, and a regular expression for the reason
 }
 
 
-def survive(worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Record, float]:
+def survive(
+    worker: Worker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[TunedConfig, float]:
     """Runs the study; returns its record, and the best time that the search saw."""
     save_records(folder / "none.yaml", [])  # in place of the shipped records: none is compared
     monkeypatch.setenv(CONFIG_VARIABLE, str(folder / "none.yaml"))

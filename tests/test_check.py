@@ -14,7 +14,7 @@ from fagen.errors import CompileError
 from fagen.kernels.registry import AnyConfig, default_config, templates_for
 from fagen.kernels.space import axes, free_axes, legal_configs, why_illegal
 from fagen.problem import Problem
-from fagen.records.store import Card, Record, RecordFile, Skipped
+from fagen.records.store import Card, RecordFile, Skipped, TunedConfig
 from fagen.show import check as room
 from fagen.show.check import check, measure_space, sample_space, whole_space
 
@@ -25,7 +25,7 @@ CONFIG = default_config(PROBLEM, H200)
 CLEAN = Resources(registers=128, spill_bytes=0, stack_bytes=0, smem_bytes=0)
 
 
-def record(config: AnyConfig = CONFIG, arch: str = "sm90") -> Record:
+def record(config: AnyConfig = CONFIG, arch: str = "sm90") -> TunedConfig:
     card = Card(name=H200.name, sm_count=H200.sm_count, arch=arch)
     return some_record(PROBLEM, config, card=card, kind="predicted")
 

@@ -24,7 +24,7 @@ from fagen.errors import DeviceError, UnsupportedError, WriteError
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
 from fagen.records.calls import Calls, save_calls
-from fagen.records.store import Card, Record, load_records, save_records, shipped_path
+from fagen.records.store import Card, TunedConfig, load_records, save_records, shipped_path
 from fagen.run import driver
 from fagen.show.recheck import Rechecked
 from fagen.tuning.events import (
@@ -391,11 +391,11 @@ def test_every_shipped_record_compiles_without_a_fault(fagen: Fagen, arch: str) 
 
 
 @pytest.fixture
-def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[TunedConfig]:
     """What `fagen recheck` asks about; a record of head dim 64 is stale, the rest holds."""
-    asked: list[Record] = []
+    asked: list[TunedConfig] = []
 
-    def recheck(records: list[Record], worker: Worker, **_: Any) -> Iterator[Rechecked]:
+    def recheck(records: list[TunedConfig], worker: Worker, **_: Any) -> Iterator[Rechecked]:
         assert isinstance(worker, Worker)
         asked.extend(records)
         for record in records:
@@ -417,7 +417,7 @@ def rechecked(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
 
 @pytest.mark.parametrize("command", ["recheck", "verify"])
 def test_recheck_says_of_each_record_whether_it_holds(
-    fagen: Fagen, tmp_path: Path, rechecked: list[Record], command: str
+    fagen: Fagen, tmp_path: Path, rechecked: list[TunedConfig], command: str
 ) -> None:
     path = tmp_path / "records.yaml"
     problems = [

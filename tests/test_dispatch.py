@@ -22,7 +22,7 @@ from fagen.kernels.space import why_illegal
 from fagen.problem import Problem, Shape
 from fagen.records import dispatch, store
 from fagen.records.dispatch import Choice, Tier, choose, tier_table
-from fagen.records.store import Card, Record, Store, digest, save_records
+from fagen.records.store import Card, Store, TunedConfig, digest, save_records
 
 H100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]
 H20 = KNOWN_DEVICES["NVIDIA H20"]
@@ -46,7 +46,7 @@ def make_record(
     *,
     problem: Problem = PROBLEM,
     fresh: bool = True,
-) -> Record:
+) -> TunedConfig:
     return some_record(
         problem,
         config,
@@ -70,7 +70,9 @@ ChooseFrom = Callable[..., Choice]
 def choose_from(tmp_path: Path) -> ChooseFrom:
     """Chooses among these records."""
 
-    def choose_from(*records: Record, problem: Problem = PROBLEM, device: Device = H200) -> Choice:
+    def choose_from(
+        *records: TunedConfig, problem: Problem = PROBLEM, device: Device = H200
+    ) -> Choice:
         path = tmp_path / "records.yaml"
         save_records(path, records)
         return choose(problem, SHAPE, device, store=Store(path))
@@ -98,7 +100,11 @@ PREDICTED = make_record(sm90(64), kind="predicted")
     ],
 )
 def test_tiers(
-    choose_from: ChooseFrom, records: list[Record], tier: Tier, block_n: int | None, reason: str
+    choose_from: ChooseFrom,
+    records: list[TunedConfig],
+    tier: Tier,
+    block_n: int | None,
+    reason: str,
 ) -> None:
     choice = choose_from(*records)
     assert choice.tier is tier
@@ -184,7 +190,7 @@ def test_an_unusable_record_of_a_named_file_is_told(tmp_path: Path) -> None:
 
 
 def choose_between(
-    own: Record, shipped: Record, folder: Path, monkeypatch: pytest.MonkeyPatch
+    own: TunedConfig, shipped: TunedConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Choice:
     monkeypatch.delenv(store.CONFIG_VARIABLE, raising=False)
     monkeypatch.setattr(store, "user_overlay_path", lambda arch: folder / f"own-{arch}.yaml")

@@ -20,7 +20,7 @@ from fagen.files import write_files
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.kernels.template import symbol
 from fagen.problem import Problem
-from fagen.records.store import Card, Record
+from fagen.records.store import Card, TunedConfig
 
 SM90 = architecture("sm90")
 PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
@@ -34,7 +34,7 @@ def record(
     device: str = "NVIDIA H200",
     config: AnyConfig = CONFIG,
     arch: str = "sm90",
-) -> Record:
+) -> TunedConfig:
     return some_record(
         PROBLEM,
         config,

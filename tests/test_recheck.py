@@ -14,7 +14,7 @@ from fagen.device import KNOWN_DEVICES, Device
 from fagen.errors import ArgumentError, DeviceError
 from fagen.kernels.registry import AnyConfig, default_config
 from fagen.problem import Problem, Shape
-from fagen.records.store import Card, Record
+from fagen.records.store import Card, TunedConfig
 from fagen.show.recheck import Rechecked, recheck
 from fagen.tuning.outcome import Measured, Outcome, Rejected
 from fagen.tuning.search.legal import LegalSet
@@ -65,7 +65,9 @@ class Table(Worker):
         return {str(c): [self.times.get(c, 100.0)] * 5 for c in configs}
 
 
-def run(worker: Worker, records: Sequence[Record] = (RECORD,), **options: Any) -> list[Rechecked]:
+def run(
+    worker: Worker, records: Sequence[TunedConfig] = (RECORD,), **options: Any
+) -> list[Rechecked]:
     return list(recheck(records, worker, processes=1, **options))
 
 

@@ -22,8 +22,8 @@ from fagen.kernels.registry import default_config
 from fagen.problem import Problem
 from fagen.records import store, yaml_file
 from fagen.records.store import (
-    Record,
     Store,
+    TunedConfig,
     check_can_save,
     load_records,
     save_records,
@@ -34,12 +34,12 @@ PROBLEM = Problem(dtype="bf16", head_dim=128, causal=True)
 
 def make_record(
     problem: Problem = PROBLEM, seqlen: int = 4096, kind: Any = "measured", **result: Any
-) -> Record:
+) -> TunedConfig:
     config = default_config(problem, H200)
     return some_record(problem, config, seqlen=seqlen, kind=kind, **result)
 
 
-def many_records() -> list[Record]:
+def many_records() -> list[TunedConfig]:
     problems = [
         Problem(dtype=dtype, head_dim=head_dim, causal=causal)
         for dtype in ("fp16", "bf16")

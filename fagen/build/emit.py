@@ -29,7 +29,7 @@ from fagen.kernels.template import Config, symbol
 from fagen.problem import Problem
 
 if TYPE_CHECKING:
-    from fagen.records.store import Record
+    from fagen.records.store import TunedConfig
 
 Format = Literal["cu", "ptx", "cubin"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -40,7 +40,7 @@ def emit(
     config: Config,
     arch: Architecture,
     *,
-    record: Record | None = None,
+    record: TunedConfig | None = None,
     format: str = "cu",
     name: str | None = None,
 ) -> dict[str, str | bytes]:
@@ -77,7 +77,7 @@ def emit(
 
 
 def emit_all(
-    arch: Architecture, records: Iterable[Record], *, format: str = "cu"
+    arch: Architecture, records: Iterable[TunedConfig], *, format: str = "cu"
 ) -> dict[str, str | bytes]:
     """The files of every record, as `emit` gives them.
 
@@ -91,7 +91,7 @@ def emit_all(
     Raises:
         ArgumentError: if no record is of `arch`, or as `emit` does.
     """
-    best: dict[object, Record] = {}
+    best: dict[object, TunedConfig] = {}
     for record in records:
         if record.device.arch == arch.name:
             best.setdefault(record.key, record)
@@ -113,7 +113,7 @@ def default_name(problem: Problem, arch: Architecture) -> str:
 
 
 def _sources(
-    problem: Problem, config: Config, arch: Architecture, record: Record | None, name: str
+    problem: Problem, config: Config, arch: Architecture, record: TunedConfig | None, name: str
 ) -> dict[str, str | bytes]:
     template = template_of(config)
     element = problem.element
@@ -139,7 +139,7 @@ def _sources(
 
 
 def _header(
-    problem: Problem, config: Config, arch: Architecture, record: Record | None, name: str
+    problem: Problem, config: Config, arch: Architecture, record: TunedConfig | None, name: str
 ) -> str:
     """The comment above a kernel: what it is, how good it is known to be, how to build it."""
     if record is not None:
@@ -160,7 +160,7 @@ def _header(
     return "".join(f"// {line}".rstrip() + "\n" for line in lines) + "\n"
 
 
-def _provenance(record: Record) -> Iterator[tuple[str, str]]:
+def _provenance(record: TunedConfig) -> Iterator[tuple[str, str]]:
     """Where a tuned config comes from, as lines of (word, text)."""
     result, origin = record.result, record.provenance
     verb = "on" if record.measured else "for"
@@ -176,7 +176,7 @@ def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     yield "with", f"fagen {origin.fagen}, NVRTC {origin.nvrtc}{driver}"
 
 
-def _names(arch: Architecture, records: list[Record]) -> list[str]:
+def _names(arch: Architecture, records: list[TunedConfig]) -> list[str]:
     """A name for each record, no longer than it takes to tell them apart."""
 
     def told_apart(names: list[str], suffixes: list[str]) -> list[str]:

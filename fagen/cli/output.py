@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fagen.records.store import Record
+from fagen.records.store import TunedConfig
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -28,7 +28,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def print_records(records: Sequence[Record], notes: Sequence[str] | None = None) -> None:
+def print_records(records: Sequence[TunedConfig], notes: Sequence[str] | None = None) -> None:
     """Prints a table of records, with a column of notes if there are any."""
     columns = ["problem", "bucket", "device", "kind", "us", "TFLOP/s", "/ default", "config"]
     rows = []

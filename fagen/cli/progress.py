@@ -24,7 +24,7 @@ from fagen.tuning.outcome import Measured, Trial, describe_rejections
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fagen.records.store import Record
+    from fagen.records.store import TunedConfig
 
 LINE_EVERY = 25  # trials, if there is no bar
 
@@ -53,7 +53,7 @@ def describe_space(event: TaskStarted) -> str:
     )
 
 
-def describe_gain(records: Sequence[Record]) -> str | None:
+def describe_gain(records: Sequence[TunedConfig]) -> str | None:
     """How much faster the records are than the defaults and than torch, as geometric means."""
     gains = []
     for name, field in (("the default", "speedup_over_default"), ("torch", "speedup_over_torch")):

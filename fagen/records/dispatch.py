@@ -28,7 +28,7 @@ from fagen.kernels.registry import default_config
 from fagen.kernels.space import require_legal, why_illegal
 from fagen.kernels.template import Config
 from fagen.problem import WIDE_ALIGNMENT, Bucket, Problem, Shape
-from fagen.records.store import Entry, Record, Store, digest
+from fagen.records.store import Entry, Store, TunedConfig, digest
 
 STALE = "not the text that was tuned: its config was edited, or the template is another"
 
@@ -74,7 +74,7 @@ class Choice:
     config: Config
     tier: Tier
     reason: str
-    record: Record | None = None
+    record: TunedConfig | None = None
     path: Path | None = None
 
     @property
@@ -158,7 +158,7 @@ def tier_table(
 
 
 @cache
-def is_stale(record: Record) -> bool:
+def is_stale(record: TunedConfig) -> bool:
     """Whether the record's config renders to another text today than when it was tuned."""
     return digest(render(record.problem, record.config)) != record.provenance.text
 
@@ -207,7 +207,7 @@ def _offers(problem: Problem, bucket: Bucket, device: Device, store: Store) -> l
     return [*offers, Offer(Tier.DEFAULT, default_config(problem, device))]
 
 
-def _tier(record: Record, bucket: Bucket, device: Device) -> Tier:
+def _tier(record: TunedConfig, bucket: Bucket, device: Device) -> Tier:
     if not record.measured:
         return Tier.PREDICTED
     if record.device.key != device.key:
@@ -215,7 +215,7 @@ def _tier(record: Record, bucket: Bucket, device: Device) -> Tier:
     return Tier.MEASURED_HERE if record.bucket == bucket else Tier.MEASURED_NEAR
 
 
-def _rank(record: Record, bucket: Bucket, device: Device) -> tuple[float, ...]:
+def _rank(record: TunedConfig, bucket: Bucket, device: Device) -> tuple[float, ...]:
     """What orders offers: the tier, this device, the nearest bucket, the most similar device."""
     return (
         _tier(record, bucket, device),

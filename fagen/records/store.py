@@ -133,7 +133,7 @@ class Provenance(_Part):
         )
 
 
-class Record(_Part):
+class TunedConfig(_Part):
     """One answer that was found by tuning.
 
     Attributes:
@@ -195,7 +195,7 @@ class RecordFile:
     """What one YAML file holds: a record per key in canonical order, and what was skipped."""
 
     path: Path
-    records: tuple[Record, ...] = ()
+    records: tuple[TunedConfig, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
 
@@ -214,7 +214,7 @@ def load_records(path: str | Path) -> RecordFile:
     if schema != SCHEMA:
         reason = f"its schema is {schema!r}, this fagen reads {SCHEMA}"
         skipped.append(Skipped(1, f"the whole file: {reason}", None))
-    records: dict[Any, Record] = {}
+    records: dict[Any, TunedConfig] = {}
     for item in items:
         try:
             record = _parse(item.content)
@@ -228,7 +228,7 @@ def load_records(path: str | Path) -> RecordFile:
     return RecordFile(path, tuple(sorted(records.values(), key=_order)), tuple(skipped))
 
 
-def _parse(item: Any) -> Record:
+def _parse(item: Any) -> TunedConfig:
     """The record of one list item.
 
     Raises:
@@ -244,20 +244,20 @@ def _parse(item: Any) -> Record:
     current = TEMPLATES[template].AXES_VERSION
     if version != current:
         raise ValueError(f"axes_version is {version!r}, that of {template} is {current}")
-    record = Record.model_validate(fields)
+    record = TunedConfig.model_validate(fields)
     if record.device.arch not in ARCHITECTURES:
         raise ValueError(f"architecture {record.device.arch!r} is unknown")
     return record
 
 
-def _keep_better(records: dict[Any, Record], record: Record) -> None:
+def _keep_better(records: dict[Any, TunedConfig], record: TunedConfig) -> None:
     """File a record under its key, unless a measured one would give way to a prediction."""
     old = records.get(record.key)
     if old is None or record.measured or not old.measured:
         records[record.key] = record
 
 
-def _order(record: Record) -> tuple[Any, ...]:
+def _order(record: TunedConfig) -> tuple[Any, ...]:
     device = (record.device.arch, record.device.key)
     return (problem_order(record.problem), device, bucket_order(record.bucket))
 
@@ -275,7 +275,7 @@ def bucket_order(b: Bucket) -> tuple[int, ...]:
 # ---- writing ----
 
 
-def save_records(path: str | Path, records: Iterable[Record]) -> None:
+def save_records(path: str | Path, records: Iterable[TunedConfig]) -> None:
     """Merge records into a file, which is created if there is none.
 
     A record replaces the one with its key, but a predicted one never replaces a measured one.
@@ -325,7 +325,7 @@ _HEADER = """\
 _PREDICTED = "# Predicted by the static model, every one: no such card was there to measure on.\n"
 
 
-def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
+def _text(records: Iterable[TunedConfig], skipped: Iterable[Skipped]) -> str:
     """The canonical text of a file: one line or two for each part of a record."""
     ordered = sorted(records, key=_order)
     items = [*map(_fields, ordered), *(entry.fields for entry in skipped)]
@@ -335,7 +335,7 @@ def _text(records: Iterable[Record], skipped: Iterable[Skipped]) -> str:
     return header + list_text("records", items)
 
 
-def _fields(record: Record) -> dict[str, Any]:
+def _fields(record: TunedConfig) -> dict[str, Any]:
     """A record as it stands in a file. Every axis is written, to be edited."""
     return {
         "problem": problem_fields(record.problem),
@@ -372,7 +372,7 @@ def shipped_path(arch: str) -> Path:
 class Entry(NamedTuple):
     """A record and the file that it stands in."""
 
-    record: Record
+    record: TunedConfig
     path: Path
 
 
@@ -427,7 +427,7 @@ class Store:
             if arch in (None, record.device.arch) and problem in (None, record.problem)
         ]
 
-    def records(self, arch: str | None = None) -> list[Record]:
+    def records(self, arch: str | None = None) -> list[TunedConfig]:
         """The records of `entries`."""
         return [record for record, _ in self.entries(arch)]
 

@@ -27,7 +27,7 @@ from fagen.tuning.search.legal import LegalSet
 
 if TYPE_CHECKING:
     from fagen.build.compiled import Compiled
-    from fagen.records.store import Record, RecordFile
+    from fagen.records.store import RecordFile, TunedConfig
 
 HEAD_DIMS = (64, 128, 256)
 SAMPLE = 24  # legal configs that are compiled
@@ -204,7 +204,7 @@ def _judge_sample(results: dict[Job, Compiled | CompileError]) -> SampleReport:
 
 
 def _judge_record(
-    record: Record, device: Device, result: Compiled | CompileError | None, index: int | None
+    record: TunedConfig, device: Device, result: Compiled | CompileError | None, index: int | None
 ) -> RecordReport:
     """Judges one record; `index` is the CUDA device to verify it on, or None."""
     verified = None

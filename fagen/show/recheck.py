@@ -21,7 +21,7 @@ from fagen.kernels.registry import default_config
 from fagen.kernels.space import why_illegal
 from fagen.kernels.template import Config
 from fagen.problem import Problem
-from fagen.records.store import Record
+from fagen.records.store import TunedConfig
 from fagen.tuning.blocklist import Blocklist, blocklist_path
 from fagen.tuning.events import Notice
 from fagen.tuning.finals import fastest, paired_ratio, side_by_side
@@ -66,7 +66,7 @@ class Rechecked(BaseModel):
 
 
 def recheck(
-    records: Sequence[Record],
+    records: Sequence[TunedConfig],
     worker: Worker,
     *,
     storage: str | Path | None = None,
@@ -109,7 +109,7 @@ def recheck(
 
 
 def _rivals(
-    record: Record, records: Iterable[Record], kept: Iterable[KeptStudy], device: Device
+    record: TunedConfig, records: Iterable[TunedConfig], kept: Iterable[KeptStudy], device: Device
 ) -> list[Config]:
     """What a record is compared with, itself not included."""
     problem, template = record.problem, record.config.template
@@ -139,7 +139,7 @@ def _rivals(
 
 
 def _judge(
-    record: Record,
+    record: TunedConfig,
     mix: Mapping[Config, Compiled | CompileError],
     runner: Runner,
     device: Device,
@@ -179,7 +179,9 @@ def _judge(
     return verdict("stale", reason, faster=best, ratio=ratio.median, **timed)
 
 
-def _fault(record: Record, kernel: Compiled | None, runner: Runner, device: Device) -> str | None:
+def _fault(
+    record: TunedConfig, kernel: Compiled | None, runner: Runner, device: Device
+) -> str | None:
     """What is wrong with a record's kernel, run alone."""
     if broken := why_illegal(record.config, record.problem, device):
         return f"illegal on this device: {broken}"

@@ -14,7 +14,7 @@ from fagen.device import Device
 from fagen.kernels.space import adapted, seeds, why_illegal
 from fagen.kernels.template import Config
 from fagen.problem import Problem, Shape
-from fagen.records.store import Record, Store
+from fagen.records.store import Store, TunedConfig
 from fagen.tuning import model
 from fagen.tuning.options import ASKS_PER_TRIAL, TuneOptions
 from fagen.tuning.search.legal import LegalSet
@@ -25,7 +25,7 @@ MODEL_SAMPLE = 8000  # legal configs that the static model looks at, 25 us each
 PICKS_PER_TILE = 2  # of one block_m and block_n, so that picks differ in what matters
 
 
-def _records(out: Path) -> list[Record]:
+def _records(out: Path) -> list[TunedConfig]:
     """Every record, those of the file to be written first."""
     stores = [*([Store(out)] if out.exists() else []), Store.open()]
     return [record for store in stores for record in store.records()]
@@ -40,7 +40,7 @@ def known_configs(
     """
     buckets = [shape.bucket() for shape in shapes]
 
-    def unlikeness(record: Record) -> tuple[Any, ...]:
+    def unlikeness(record: TunedConfig) -> tuple[Any, ...]:
         return (
             problem.distance(record.problem),
             record.device.arch != device.arch.name,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from fagen.device import Device
 from fagen.problem import Problem, Shape
-from fagen.records.store import Record
+from fagen.records.store import TunedConfig
 from fagen.tuning.outcome import Trial
 from fagen.tuning.tasks import Task
 
@@ -124,7 +124,7 @@ class ModelJudged:
 class RecordSaved:
     """An answer was written."""
 
-    record: Record
+    record: TunedConfig
     path: Path
 
 

@@ -23,7 +23,7 @@ from fagen.errors import CompileError, DeviceError
 from fagen.judge.measure import median_and_spread
 from fagen.kernels.template import Config
 from fagen.problem import Problem, Shape
-from fagen.records.store import Card, Provenance, Record, Result
+from fagen.records.store import Card, Provenance, Result, TunedConfig
 from fagen.tuning.events import Notice, OnEvent
 from fagen.tuning.outcome import Measured, Rejected, Trial, describe_rejections, rejections
 from fagen.tuning.runner import Runner
@@ -222,7 +222,7 @@ class FinalComparison:
 
     def record(
         self, trials: Sequence[Trial], withdraw: Callable[[Config, Rejected], object]
-    ) -> Record | None:
+    ) -> TunedConfig | None:
         """The record of a search, or None if nothing was fit for one.
 
         Args:
@@ -256,7 +256,7 @@ class FinalComparison:
         kernel: Compiled,
         times: Sequence[Times],
         trials: Sequence[Trial],
-    ) -> Record:
+    ) -> TunedConfig:
         name, shape = str(winner.config), self.shapes[0]
         median_us, spread = median_and_spread(times[0][name])
         measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
@@ -276,7 +276,7 @@ class FinalComparison:
             speedup_over_torch=speedup_over(TORCH),
             policy=measured[-1].policy,
         )
-        return Record(
+        return TunedConfig(
             problem=self.problem,
             shape=shape,
             device=Card.of(self.report.device),

@@ -11,7 +11,7 @@ from fagen.device import Device
 from fagen.errors import CompileError
 from fagen.kernels.template import Config
 from fagen.problem import Shape
-from fagen.records.store import Card, Provenance, Record, Result, save_records
+from fagen.records.store import Card, Provenance, Result, TunedConfig, save_records
 from fagen.tuning import model
 from fagen.tuning.candidates import incumbents, ranked_by_model
 from fagen.tuning.clock import Budget
@@ -25,14 +25,14 @@ FINALISTS = 8  # best predictions that are compiled, to see their registers
 
 def predict_records(
     tasks: Sequence[Task], options: TuneOptions, device: Device, out: Path, on_event: OnEvent
-) -> tuple[list[Record], bool]:
+) -> tuple[list[TunedConfig], bool]:
     """The records, all saved in the file `out`, and False if Ctrl-C ended it.
 
     What is not begun within the budget is left out; the first record always comes.
     """
     budget = Budget(options.budget_s)
     shapes = sum(len(task.shapes) for task in tasks)
-    records: list[Record] = []
+    records: list[TunedConfig] = []
     try:
         for number, task in enumerate(tasks, start=1):
             legal = LegalSet.of(task.problem, device, options.template, fixed=options.fixed)
@@ -51,7 +51,7 @@ def predict_records(
     return records, True
 
 
-def _predict(legal: LegalSet, shape: Shape, options: TuneOptions, out: Path) -> Record:
+def _predict(legal: LegalSet, shape: Shape, options: TuneOptions, out: Path) -> TunedConfig:
     """The best prediction among those that compile well, the default included."""
     problem, device, default = legal.problem, legal.device, legal.default
     ranked = ranked_by_model(legal, shape, options.seed)
@@ -71,7 +71,7 @@ def _predict(legal: LegalSet, shape: Shape, options: TuneOptions, out: Path) -> 
     # The default wins a tie; the order of arrival decides nothing.
     winner = min(times, key=lambda config: (times[config], config != default, str(config)))
     kernel, won = kernels[winner], times[winner]
-    return Record(
+    return TunedConfig(
         problem=problem,
         shape=shape,
         device=Card.of(device),

@@ -19,7 +19,7 @@ from fagen.device import Architecture, Device, typical_device
 from fagen.errors import ArgumentError, DeviceError, UnsupportedError
 from fagen.kernels.registry import TEMPLATES, default_config, templates_for
 from fagen.kernels.space import seeds, why_illegal
-from fagen.records.store import Record, check_can_save, save_records, user_overlay_path
+from fagen.records.store import TunedConfig, check_can_save, save_records, user_overlay_path
 from fagen.tuning.blocklist import Blocklist, blocklist_path
 from fagen.tuning.candidates import incumbents, known_configs, model_picks
 from fagen.tuning.clock import Budget, Phases
@@ -95,7 +95,7 @@ class TuneResult:
         interrupted: Ctrl-C ended it; `resume=True` goes on.
     """
 
-    records: tuple[Record, ...]
+    records: tuple[TunedConfig, ...]
     path: Path
     device: Device
     measured: bool
@@ -249,7 +249,7 @@ class _Tuning:
     def run(self, tasks: Sequence[Task], storage: str) -> TuneResult:
         """Tunes one task after the other, until Ctrl-C."""
         budget = Budget(self.options.budget_s)
-        records: list[Record] = []
+        records: list[TunedConfig] = []
         names: list[str] = []
         interrupted = False
         for number, task in enumerate(tasks):
@@ -356,7 +356,7 @@ class _Tuning:
         )
         return Pipeline(search, evaluation, self.compilers, self.workers).run()
 
-    def _finish(self, task: Task, legal: LegalSet, studies: Sequence[Study]) -> list[Record]:
+    def _finish(self, task: Task, legal: LegalSet, studies: Sequence[Study]) -> list[TunedConfig]:
         """The records of a task, saved."""
         found = []
         for shape, study in zip(task.shapes, studies, strict=True):

@@ -22,7 +22,7 @@ from fagen.cli.options import (
 )
 from fagen.cli.output import counted, print_json
 from fagen.errors import DeviceError
-from fagen.records.store import Record
+from fagen.records.store import TunedConfig
 from fagen.show import recheck as rechecking
 from fagen.tuning.worker import Worker
 
@@ -60,7 +60,7 @@ def recheck(
             "judges records without one"
         )
     chosen = {"dtype": dtype, "head_dim": head_dim, "causal": causal}
-    records: dict[Any, Record] = {}
+    records: dict[Any, TunedConfig] = {}
     for record in open_store(ctx, config).records(gpu.arch.name):
         if all(value in (None, getattr(record.problem, name)) for name, value in chosen.items()):
             records.setdefault(record.key, record)  # the one that dispatch takes
