@@ -8,7 +8,7 @@ from typing import Any
 def wgmma(
     name: str, n: int, steps: int, *, a_in_registers: bool, b_transposed: bool
 ) -> dict[str, Any]:
-    """What one wgmma wrapper of products_sm90.cuh.j2 needs, as ready text; `steps` are of depth 16."""
+    """What one wrapper of products_sm90.cuh.j2 needs, as ready text; `steps` are of depth 16."""
     transpose_b = int(b_transposed)
     if a_in_registers:
         place, word, kind, per_step = "registers", "u32", "r", 4
