@@ -71,7 +71,6 @@ class Sm90Forward(ForwardConfig):
         q_stages: buffers for Q, through which O leaves; with two, the next tile's Q arrives while
             this tile's O is still there. For a persistent grid.
         p_in_smem: P goes through shared memory to the second product, not through registers.
-        prefetch_o: fetch the tensor map of O when a block starts, as those of Q, K and V are.
     """
 
     template: Literal["forward_sm90"] = "forward_sm90"
@@ -83,7 +82,6 @@ class Sm90Forward(ForwardConfig):
     dynamic_tiles: bool = False
     q_stages: int = Field(default=1, ge=1, le=2)
     p_in_smem: bool = False
-    prefetch_o: bool = False
 
     @property
     def blocks_per_tile(self) -> int:
@@ -160,7 +158,6 @@ def axes(problem: Problem) -> dict[str, tuple[Any, ...]]:
         "producer_registers": (0, 24, 32, 40, 56),
         "min_blocks_per_sm": (1, 2, 3, 4),
         "p_in_smem": (False, True),
-        "prefetch_o": (False, True),
         "overlap": (True, False),
         "ping_pong": (True, False),
         "persistent": (False, True),
