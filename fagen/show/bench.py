@@ -151,8 +151,7 @@ class _Memory:
 
 def _dims(problem: Problem, shape: Shape) -> tuple[tuple[int, ...], ...]:
     """Of Q, K and V."""
-    kv = (shape.batch, shape.seqlen_k, shape.heads_kv, problem.head_dim)
-    return (shape.batch, shape.seqlen_q, shape.heads_q, problem.head_dim), kv, kv
+    return tuple(problem.operation.operand(name).sizes(problem, shape) for name in "qkv")
 
 
 # ---- fagen itself ----
@@ -188,8 +187,8 @@ def _own(x: Inputs, config: Config, *, with_lse: bool = False) -> Call:
     arrays = {"q": x.q, "k": x.k, "v": x.v, "o": out}
     if with_lse:
         with bench.use():
-            shape = (x.shape.batch, x.shape.heads_q, x.shape.seqlen_q)
-            arrays["lse"] = cupy.empty(shape, np.float32)
+            sizes = x.problem.operation.operand("lse").sizes(x.problem, x.shape)
+            arrays["lse"] = cupy.empty(sizes, np.float32)
 
     def call(stream: int) -> Any:
         views = {name: _view(array) for name, array in arrays.items()}
@@ -205,7 +204,7 @@ def _own(x: Inputs, config: Config, *, with_lse: bool = False) -> Call:
 class _Sample:
     """Some rows of one head in float64, and how far from them a right output can be.
 
-    Not `verify.judge`, whose limits on the RMS error and the LSE are for fagen's own kernels.
+    Not `rule.judge`, whose limits on the RMS error and the LSE are for fagen's own kernels.
     """
 
     def __init__(self, x: Inputs) -> None:

@@ -163,10 +163,9 @@ def torch_baseline(problem: Problem, shape: Shape, device_index: int) -> Call | 
         "dtype": getattr(torch, TORCH_DTYPE[problem.dtype]),
         "device": f"cuda:{device_index}",
     }
-    q_dims = (shape.batch, shape.seqlen_q, shape.heads_q, problem.head_dim)
-    kv_dims = (shape.batch, shape.seqlen_k, shape.heads_kv, problem.head_dim)
+    dims = [problem.operation.operand(name).sizes(problem, shape) for name in "qkv"]
     try:
-        q, k, v = (torch.randn(dims, **options) for dims in (q_dims, kv_dims, kv_dims))
+        q, k, v = (torch.randn(each, **options) for each in dims)
         call = sdpa_call(q, k, v, causal=problem.causal, device_index=device_index)
         torch.cuda.synchronize(device_index)
         call(torch.cuda.Stream(device_index).cuda_stream)
