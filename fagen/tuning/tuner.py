@@ -184,12 +184,11 @@ def _check(tasks: Sequence[Task], template: str | None, device: Device) -> None:
             f"{', '.join(sorted(allowed))}"
         )
     for task in tasks:
-        fitting = template or default_config(task.problem, device).template
-        default = default_config(task.problem, device, fitting)
+        default = default_config(task.problem, device, template)
         if broken := why_illegal(default, task.problem, device):
             raise UnsupportedError(
-                f"{task.problem} has no legal config of {fitting}: {broken}. Name no template, "
-                "and each problem gets the one that fits"
+                f"{task.problem} has no legal config of {default.template}: {broken}. "
+                "Name no template, and each problem gets the one that fits"
             )
         for shape in task.shapes:
             if shape.flops(task.problem) == 0:

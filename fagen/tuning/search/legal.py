@@ -12,7 +12,7 @@ import numpy as np
 from fagen.device import Device
 from fagen.errors import ArgumentError
 from fagen.kernels import space
-from fagen.kernels.registry import TEMPLATES, default_config
+from fagen.kernels.registry import TEMPLATES, default_config, native_template
 from fagen.kernels.template import Config
 from fagen.problem import Problem
 
@@ -83,7 +83,7 @@ class LegalSet:
         fixed: Mapping[str, Any] | None = None,
     ) -> Self:
         """The legal set of a template; of the native one that fits, if None."""
-        template = template or default_config(problem, device).template
+        template = template or native_template(problem, device.arch).NAME
         return cls(problem, device, template, fixed=fixed)
 
     def __len__(self) -> int:
