@@ -49,7 +49,7 @@ def emit(
     Args:
         record: where `config` comes from; None for a config that nobody tuned.
         format: "cu" for sources, "ptx" or "cubin" for what NVRTC makes of the kernel alone
-            (its symbol is `render.symbol(problem)`).
+            (its symbol is `kernels.template.symbol(problem)`).
         name: what the files and the launcher are called; PROBLEM_ARCH if None, such as
             "forward_bf16_d128_causal_sm90".
 

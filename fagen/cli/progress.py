@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import geometric_mean
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from fagen.problem import Problem, Shape
@@ -98,12 +97,7 @@ class TuneProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def __call__(self, event: Event) -> None:

@@ -65,9 +65,8 @@ class Runner:
         if _is_lost(outcome):
             before, self._before = self._before, None
             if before is not None and before[0].config != config and self._was_bad(*before):
-                outcome = self.worker.evaluate(
-                    *run, give_up_us=give_up_us
-                )  # it may be fine after all
+                # It may be fine after all.
+                outcome = self.worker.evaluate(*run, give_up_us=give_up_us)
         if _is_lost(outcome):
             self._retry(run)
         else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from fagen.kernels.template import Config
@@ -60,12 +59,7 @@ class JointSearch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for study in self._studies:
             study.release()
 
